@@ -1,0 +1,235 @@
+"""What a run is: frozen dataclasses, checked when they are made; a preset is a function that returns one.
+
+A wrong value is answered here, before anything heavy is imported.
+"""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+class UserError(ValueError):
+    """Something the user can mend; the command line prints it as one line and exits with 2."""
+
+
+def unknown(what: str, name: object, known: Iterable[str]) -> UserError:
+    """The error for a name that is not in a list, with the nearest one that is."""
+    known = list(known)
+    close = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return UserError(f"unknown {what} {name!r}; {hint}known: {', '.join(known)}")
+
+
+CHOICES = {
+    "method": ("barlow-twins", "vicreg", "curvssl", "kernel-curvssl"),
+    "stem": ("imagenet", "small"),
+    "optimizer": ("adam", "sgd", "lars"),
+    "schedule": ("constant", "cosine"),
+    "precision": ("auto", "fp32", "bf16"),
+    "device": ("auto", "cpu", "cuda"),
+    "step": ("auto", "eager", "compiled", "captured"),
+}
+
+
+@dataclass(frozen=True)
+class AugmentConfig:
+    """How one view is made from one image; a probability or extent of 0 leaves the operation out."""
+
+    crop_scale: tuple[float, float] = (0.2, 1.0)  # share of the image's area that the crop covers
+    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)  # width over height of the crop
+    flip: float = 0.5  # probability of a horizontal flip
+    rotation: float = 0.0  # degrees, drawn uniformly from ± this
+    jitter: float = 0.8  # probability of colour jitter
+    brightness: float = 0.4  # jitter's factor is drawn from 1 ± this
+    contrast: float = 0.4  # as brightness
+    saturation: float = 0.4  # as brightness; RGB images only
+    hue: float = 0.1  # jitter's shift of the hue, in turns, drawn from ± this; RGB images only
+    grayscale: float = 0.2  # probability of dropping colour; RGB images only
+    blur: float = 0.0  # probability of a Gaussian blur
+    solarize: float = 0.0  # probability of inverting the bright half
+
+    def __post_init__(self) -> None:
+        for name in ("flip", "jitter", "grayscale", "blur", "solarize"):
+            _within(name, getattr(self, name), 0, 1)
+        for name in ("brightness", "contrast", "saturation"):
+            _within(name, getattr(self, name), 0, 1)
+        _within("hue", self.hue, 0, 0.5)
+        _within("rotation", self.rotation, 0, 180)
+        for name, (low, high) in (("crop_scale", self.crop_scale), ("crop_ratio", self.crop_ratio)):
+            if not 0 < low <= high or (name == "crop_scale" and high > 1):
+                raise UserError(f"{name}={(low, high)} needs 0 < low ≤ high{' ≤ 1' if name == 'crop_scale' else ''}")
+
+
+@dataclass(frozen=True)
+class PretrainConfig:
+    """Everything that decides what one pretraining run learns."""
+
+    dataset: str = "digits"  # digits, mnist, fashion-mnist, cifar10, folder:PATH or array:FILE
+    method: str = "curvssl"  # barlow-twins, vicreg, curvssl or kernel-curvssl
+    seed: int = 0  # on CPU the same seed gives the same weights to the last bit
+    epochs: int = 100  # passes over the training images
+    batch_size: int = 256  # the global batch, over all devices; neighbours are sought inside it
+    image_size: int = 32  # the views are this many pixels wide and high
+    holdout: float = 0.1  # share of the training images kept out of pretraining, for the kNN monitor
+    monitor_every: int = 5  # epochs between two runs of the kNN monitor; 0 never
+
+    encoder: str = "resnet18"  # resnet18, resnet-mini or timm:NAME
+    stem: str = "imagenet"  # resnet18's first layers: imagenet (7×7, stride 2, maxpool) or small (3×3)
+    projector_width: int = 512  # width of the projector's hidden layers
+    projector_depth: int = 2  # linear layers in the projector
+    projector_norm: bool = False  # a BatchNorm without parameters behind the projector's last layer
+    d_z: int = 128  # dimension of the embedding that the loss sees
+
+    k: int = 10  # neighbours per point
+    lambda_emb: float = 1.0  # weight of C's off-diagonal in L_emb
+    lambda_curv: float = 1.0  # weight of M's off-diagonal in L_curv
+    alpha_curv: float = 1.0  # weight of L_curv; 0 is Barlow Twins
+    kernel: str = "rbf"  # rbf, laplacian, linear, polynomial or cosine
+    gamma: float | Literal["median", "scale", "auto"] = "median"  # width of the kernel
+    eps: float = 1e-5  # added to standard deviations
+    invariance: float = 25.0  # VICReg's three weights
+    variance: float = 25.0
+    covariance: float = 1.0
+
+    optimizer: str = "adam"  # adam, sgd or lars (which needs timm)
+    lr: float = 1e-3  # used as written; never rescaled by the batch size
+    weight_decay: float = 1e-4
+    momentum: float = 0.9  # for sgd and lars
+    warmup_epochs: float = 0.0  # epochs over which the learning rate rises linearly from 0
+    schedule: str = "constant"  # after the warm-up: constant, or cosine to 0
+
+    precision: str = "auto"  # auto is bf16 autocast on CUDA and fp32 on CPU
+    device: str = "auto"  # auto is CUDA where there is one
+    step: str = "auto"  # auto is captured on one CUDA device, compiled with several, eager on CPU
+    checkpoint_seconds: float = 60.0  # a checkpoint is written when this much time has passed
+
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+
+    def __post_init__(self) -> None:
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise unknown(name, getattr(self, name), known)
+        for name in ("epochs", "batch_size", "image_size", "projector_width", "projector_depth", "d_z"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} needs to be 1 or more")
+        for name in ("lr", "eps"):
+            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
+                raise UserError(f"{name}={getattr(self, name)} needs to be a positive number")
+        nonnegative = "lambda_emb lambda_curv alpha_curv invariance variance covariance weight_decay warmup_epochs"
+        for name in (*nonnegative.split(), "monitor_every", "checkpoint_seconds", "seed"):
+            if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
+                raise UserError(f"{name}={getattr(self, name)} needs to be 0 or more")
+        _within("momentum", self.momentum, 0, 1)
+        _within("holdout", self.holdout, 0, 0.5)
+        if self.k < 2:
+            raise UserError(f"k={self.k} has no pair of neighbours: use 2 or more")
+        if self.batch_size <= self.k:
+            raise UserError(f"batch_size={self.batch_size} needs more than k={self.k}: lower k or raise batch_size")
+        if self.warmup_epochs > self.epochs:
+            raise UserError(f"warmup_epochs={self.warmup_epochs} is longer than the run's epochs={self.epochs}")
+        if not isinstance(self.gamma, str) and not self.gamma > 0:
+            raise UserError(f"gamma={self.gamma} needs to be positive, or 'median', 'scale', 'auto'")
+        if isinstance(self.gamma, str) and self.gamma not in ("median", "scale", "auto"):
+            raise unknown("gamma", self.gamma, ("median", "scale", "auto"))
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "PretrainConfig":
+        """The inverse of `to_dict`, through JSON, where tuples have become lists."""
+        values = dict(values)
+        augment: dict[str, Any] = dict(values.pop("augment", {}))
+        augment |= {name: tuple(value) for name, value in augment.items() if isinstance(value, list)}
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in values:
+            if name not in known:
+                raise unknown("setting", name, known)
+        return cls(**values, augment=AugmentConfig(**augment))
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise UserError(f"{name}={value} needs to be between {low} and {high}")
+
+
+def demo() -> PretrainConfig:
+    """scikit-learn's digits in about half a minute a method on two cores."""
+    return PretrainConfig(
+        dataset="digits",
+        encoder="resnet-mini",
+        image_size=16,
+        epochs=20,
+        batch_size=128,
+        projector_width=128,
+        d_z=64,
+        lambda_emb=1 / 64,  # with 1 and so few steps the off-diagonal drowns the diagonal
+        lr=2e-3,
+        warmup_epochs=2,
+        schedule="cosine",
+        augment=AugmentConfig(crop_scale=(0.6, 1.0), flip=0, rotation=10, jitter=0, grayscale=0),
+    )
+
+
+def paper_mnist() -> PretrainConfig:
+    """The paper's MNIST run; a line with a reason is a setting that the paper does not state."""
+    return PretrainConfig(
+        dataset="mnist",
+        epochs=100,
+        batch_size=256,
+        k=10,
+        d_z=128,
+        optimizer="adam",
+        lr=1e-3,
+        weight_decay=1e-4,
+        lambda_emb=1,
+        lambda_curv=1,
+        alpha_curv=1,
+        encoder="resnet18",
+        stem="imagenet",  # the paper says ResNet-18; its authors' other code takes torchvision's as it is
+        image_size=28,  # MNIST's own size
+        projector_width=512,  # "a two-layer MLP": the encoder's width is the usual choice
+        projector_depth=2,
+        gamma="median",  # "RBF": no width is given; the median heuristic needs no tuning
+        schedule="constant",  # none is mentioned
+        warmup_epochs=4,  # not in the paper: with λ_emb = 1 and none, training falls into a trap
+        holdout=0.0,  # the paper pretrains on the whole training split
+        augment=AugmentConfig(
+            crop_scale=(0.8, 1.0),  # "random resized crops": a digit does not survive a small one
+            rotation=10,  # "small rotations"
+            flip=0,  # a mirrored digit is another sign
+            jitter=0,
+            grayscale=0,
+        ),
+    )
+
+
+def paper_cifar10() -> PretrainConfig:
+    """The paper's CIFAR-10 run; a line with a reason is a setting that the paper does not state."""
+    return dataclasses.replace(
+        paper_mnist(),
+        dataset="cifar10",
+        epochs=500,
+        image_size=32,  # CIFAR-10's own size
+        warmup_epochs=10,  # not in the paper: with λ_emb = 1 and none, training falls into a trap
+        augment=AugmentConfig(
+            crop_scale=(0.2, 1.0),  # "random resized crops": the usual range
+            flip=0.5,
+            jitter=0.8,  # "color jitter": the usual strengths
+            brightness=0.4,
+            contrast=0.4,
+            saturation=0.4,
+            hue=0.1,
+            grayscale=0.2,  # "random grayscale": the usual probability
+        ),
+    )
+
+
+PRESETS: dict[str, Callable[[], PretrainConfig]] = {
+    "demo": demo,
+    "paper-mnist": paper_mnist,
+    "paper-cifar10": paper_cifar10,
+}

@@ -1,0 +1,232 @@
+"""Discrete curvature of points: neighbours, curvature scores, their kernel form, and the angular defect they come from.
+
+Tensors in, tensors out. The public functions take one set of points (n, d); underneath, `scores` takes v sets at once
+(the two views of a batch) and the points of all ranks, which is what the losses need.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvssl.kernels import SHIFT_INVARIANT, Kernel, kernel_width, resolve, unit
+
+GRAM_POINTS = 2048  # up to here a Gram matrix of all points (16 MB) is cheaper than the blocks cut from it
+
+
+def nearest_neighbors(x: Tensor, *, k: int = 10) -> Tensor:
+    """The k nearest neighbours of each row of x (n, d) by Euclidean distance, nearest first, (n, k) int64.
+
+    A point is not its own neighbour, by its index: two equal points are each other's. Blocks of rows are ranked by one
+    matrix product each, so memory grows as n; the order among the 2k best of a row is then settled by the distances
+    themselves, because ‖a‖²+‖b‖²−2ab loses digits where points are close.
+    """
+    x = _points(x, k=k).detach()
+    # The median is where most points are, so the norms that cancel are small; one outlier would drag the mean along.
+    x = (x - x.median(0).values)[None]
+    return _nearest(x, x, k=k, first=0, rank=_euclidean, settle=True)[0]
+
+
+def curvature(x: Tensor, *, k: int = 10, neighbors: Tensor | None = None) -> Tensor:
+    """Sum of cosines over the pairs of edges that leave each point, Eq. (6), (n, d) → (n,).
+
+        c_i = Σ_{a<b} ⟨u_ia, u_ib⟩,   u_ia = (x_a − x_i) / ‖x_a − x_i‖
+
+    Edges that balance each other give −k/2; parallel edges give k(k−1)/2. An edge to an equal point is zero and
+    contributes nothing. `neighbors` (n, k) replaces the search.
+    """
+    x = _points(x, k=k, neighbors=neighbors)
+    if neighbors is None:
+        neighbors = nearest_neighbors(x, k=k)
+    return scores(x[None], x[None], neighbors=neighbors[None])[0]
+
+
+def kernel_curvature(
+    x: Tensor,
+    *,
+    k: int = 10,
+    kernel: str | Kernel = "rbf",
+    gamma: float | str = "median",
+    neighbors: Tensor | None = None,
+) -> Tensor:
+    """Curvature in the kernel's space, Eq. (10), (n, d) → (n,): neighbours by the kernel's distance, then
+
+        c_i = Σ_{a<b} k(e_a, e_b) / √(k(e_a, e_a) k(e_b, e_b)),   e_a = x_a − x_i
+
+    `kernel` is rbf, laplacian, linear, polynomial, cosine or a callable (a, b) → Gram matrix over batches of rows;
+    `gamma` a number, "median", "scale" or "auto". The linear kernel gives back `curvature`.
+    """
+    x = _points(x, k=k, neighbors=neighbors)[None]
+    width = kernel_width(x, kernel=kernel, gamma=gamma)
+    if neighbors is None and kernel in ("rbf", "linear"):  # their distance grows with the Euclidean one
+        neighbors = nearest_neighbors(x[0], k=k)
+    elif neighbors is None:
+        neighbors = kernel_neighbors(x, x, k=k, kernel=kernel, width=width)[0]
+    return kernel_scores(x, x, kernel=kernel, width=width, neighbors=neighbors[None])[0]
+
+
+def polyhedron_curvature(x: Tensor, neighbors: Tensor) -> Tensor:
+    """Sum of the cosines of the face angles at each vertex, Eq. (5), (n, d) → (n,).
+
+        c_i = Σ_a ⟨u_a, u_{a+1}⟩,   u_{k+1} = u_1
+
+    `neighbors` (n, k) go around the vertex in order: two that follow each other share a face.
+    """
+    x = _points(x, neighbors=neighbors)
+    u = unit(_edges(x[None], x[None], neighbors[None])[0])  # (n, k, d)
+    return (u * u.roll(-1, dims=1)).sum((1, 2))
+
+
+def angular_defect(vertices: Tensor, faces: Sequence[Sequence[int]] | Tensor) -> Tensor:
+    """Descartes's defect 2π − Σ τ at each vertex of a polyhedral mesh, (v, d) → (v,).
+
+    `faces` list the vertices around each polygon. On a closed mesh the sum is 2π(v − e + f): 4π on a sphere, 0 on a
+    torus.
+    """
+    vertices = _points(vertices)
+    defect = torch.full_like(vertices[:, 0], 2 * torch.pi)
+    by_length: dict[int, list[list[int]]] = {}
+    for face in faces.tolist() if isinstance(faces, Tensor) else faces:
+        if len(face) < 3:
+            raise ValueError(f"face {list(face)} has {len(face)} vertices: a polygon needs 3 or more")
+        by_length.setdefault(len(face), []).append(list(face))
+    for group in by_length.values():
+        corners = torch.tensor(group, device=vertices.device)  # (f, m)
+        at = vertices[corners]
+        to_next, to_last = unit(at.roll(-1, 1) - at), unit(at.roll(1, 1) - at)
+        # 2·atan2(‖u−v‖, ‖u+v‖) keeps its digits near 0 and π, where arccos ⟨u, v⟩ loses them.
+        angles = 2 * torch.atan2((to_next - to_last).norm(dim=-1), (to_next + to_last).norm(dim=-1))
+        defect = defect.index_add(0, corners.flatten(), -angles.flatten())
+    return defect
+
+
+# ---- v sets of points at once; the b queries are rows `first`, first+1, … of the n points ----
+
+
+def neighbors_of(queries: Tensor, points: Tensor, *, k: int, first: int = 0) -> Tensor:
+    """Indices (v, b, k) of each query's nearest points by Euclidean distance; near-ties fall as rounding decides."""
+    middle = points.detach().mean(1, keepdim=True)  # the matrix product loses digits to a common offset
+    return _nearest(queries.detach() - middle, points.detach() - middle, k=k, first=first, rank=_euclidean)
+
+
+def scores(queries: Tensor, points: Tensor, *, neighbors: Tensor) -> Tensor:
+    """Eq. (6) for v sets: (v, b, d), (v, n, d), (v, b, k) → (v, b)."""
+    u = unit(_edges(queries, points, neighbors))  # (v, b, k, d)
+    # Σ_{a<b}⟨u_a,u_b⟩ = (‖Σu‖² − Σ‖u‖²)/2 is O(kd) per point; the Gram matrix is O(k²d).
+    return (u.sum(2).square().sum(-1) - u.square().sum((2, 3))) / 2
+
+
+def kernel_neighbors(
+    queries: Tensor,
+    points: Tensor,
+    *,
+    k: int,
+    kernel: str | Kernel,
+    width: Tensor,
+    first: int = 0,
+) -> Tensor:
+    """Indices (v, b, k) of the nearest points by ‖φ(x) − φ(y)‖² = k(x,x) − 2k(x,y) + k(y,y)."""
+    if kernel in ("rbf", "linear"):  # their distance grows with the Euclidean one: the same neighbours
+        return neighbors_of(queries, points, k=k, first=first)
+    queries, points = queries.detach(), points.detach()
+    if kernel == "laplacian":
+        return _nearest(queries, points, k=k, first=first, rank=lambda q, p: torch.cdist(q, p, p=1.0))
+    function = resolve(kernel)
+    own = function(points[..., None, :], points[..., None, :], gamma=width[..., None])[..., 0, 0]  # (v, n)
+    # k(x, x) is the same for a whole row and does not change its order.
+    return _nearest(queries, points, k=k, first=first, rank=lambda q, p: own[:, None] - 2 * function(q, p, gamma=width))
+
+
+def kernel_scores(queries: Tensor, points: Tensor, *, kernel: str | Kernel, width: Tensor, neighbors: Tensor) -> Tensor:
+    """Eq. (10) for v sets: (v, b, d), (v, n, d), (v, b, k) → (v, b)."""
+    function = resolve(kernel)
+    k = neighbors.shape[-1]
+    if kernel in SHIFT_INVARIANT:
+        # The centre cancels in e_a − e_b, so the local Gram matrix is a cut-out of the points' own.
+        if queries.shape[1] == points.shape[1] <= GRAM_POINTS:
+            middle = points.detach().mean(1, keepdim=True)
+            gram = function(points - middle, points - middle, gamma=width)  # (v, n, n)
+            rows = neighbors[..., None].expand(*neighbors.shape, k)  # (v, n, k, k)
+            cell = (rows * points.shape[1] + rows.mT).flatten(1)
+            local = gram.flatten(1).gather(1, cell).view(rows.shape)
+        else:
+            around = _edges(queries.detach(), points, neighbors)
+            local = function(around, around, gamma=width[..., None])
+        return (local.sum((2, 3)) - local.diagonal(dim1=2, dim2=3).sum(-1)) / 2
+    edges = _edges(queries, points, neighbors)
+    local = function(edges, edges, gamma=width[..., None])  # (v, b, k, k)
+    own = local.diagonal(dim1=2, dim2=3)
+    zero = own <= 0
+    scale = torch.where(zero, 0, torch.where(zero, 1, own).rsqrt())
+    local = local * scale[..., :, None] * scale[..., None, :]
+    return (local.sum((2, 3)) - local.diagonal(dim1=2, dim2=3).sum(-1)) / 2
+
+
+def _edges(queries: Tensor, points: Tensor, neighbors: Tensor) -> Tensor:
+    """x_a − x_i, (v, b, d), (v, n, d), (v, b, k) → (v, b, k, d)."""
+    v, n, d = points.shape
+    flat = (neighbors + n * torch.arange(v, device=points.device)[:, None, None]).flatten()
+    # index_select, because its gradient is one index_add; that of points[neighbors] sorts first.
+    return points.reshape(v * n, d).index_select(0, flat).view(*neighbors.shape, d) - queries[:, :, None]
+
+
+def _euclidean(queries: Tensor, points: Tensor) -> Tensor:
+    """‖p‖² − 2⟨q, p⟩: the squared distance less ‖q‖², which does not change a row's order."""
+    return torch.baddbmm(points.square().sum(-1)[:, None], queries, points.mT, alpha=-2)
+
+
+@torch.no_grad()
+def _nearest(
+    queries: Tensor,
+    points: Tensor,
+    *,
+    k: int,
+    first: int,
+    rank: Callable[[Tensor, Tensor], Tensor],
+    settle: bool = False,
+) -> Tensor:
+    """Indices (v, b, k) of the points that `rank` puts first, row block by row block."""
+    n = points.shape[1]
+    found = []
+    for rows in _blocks(queries, n):
+        block = queries[:, rows]
+        distance = rank(block, points)
+        itself = torch.arange(first + rows.start, first + rows.start + block.shape[1], device=points.device)
+        distance.scatter_(2, itself[None, :, None].expand(len(points), -1, 1), torch.inf)
+        index = distance.topk(min(2 * k, n - 1) if settle else k, largest=False).indices
+        if settle:
+            exact = _edges(block, points, index).square().sum(-1)
+            index = index.gather(2, exact.sort(stable=True).indices[..., :k])
+        found.append(index)
+    return torch.cat(found, 1)
+
+
+def _blocks(queries: Tensor, n: int) -> Iterator[slice]:
+    """Row slices whose distances to n points fill at most 64 MB on CPU and 1 GB on an accelerator, in float32."""
+    cells = 2**24 if queries.device.type == "cpu" else 2**28
+    rows = max(1, cells // (n * len(queries)))
+    for start in range(0, queries.shape[1], rows):
+        yield slice(start, min(start + rows, queries.shape[1]))
+
+
+def _points(x: Any, *, k: int | None = None, neighbors: Tensor | None = None) -> Tensor:
+    """x as floating-point rows of at least float32, after the checks that every function here needs."""
+    x = torch.as_tensor(x)
+    if x.ndim != 2:
+        raise ValueError(f"expected points as rows, (n, d), got shape {tuple(x.shape)}: reshape them")
+    if neighbors is not None:
+        if neighbors.ndim != 2 or len(neighbors) != len(x) or neighbors.shape[1] < 2:
+            raise ValueError(
+                f"neighbors have shape {tuple(neighbors.shape)}: needed ({len(x)}, k), one row a point, k of 2 or more"
+            )
+    elif k is not None:
+        check_k(k, n=len(x))
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def check_k(k: int, *, n: int) -> None:
+    if k >= n:
+        raise ValueError(f"k={k} needs at least {k + 1} points, got {n}: lower k or raise the batch size")
+    if k < 2:
+        raise ValueError(f"k={k} has no pair of neighbours: use 2 or more")
