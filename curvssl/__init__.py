@@ -7,9 +7,8 @@ if TYPE_CHECKING:
     from curvssl.config import AugmentConfig, PretrainConfig, UserError
     from curvssl.geometry import angular_defect, curvature, kernel_curvature, nearest_neighbors, polyhedron_curvature
     from curvssl.losses import BarlowTwinsLoss, CurvSSLLoss, KernelCurvSSLLoss, VICRegLoss
-    from curvssl.models import load_encoder
     from curvssl.outliers import CurvatureOutlierDetector
-    from curvssl.rundir import Run
+    from curvssl.rundir import Run, load_encoder
     from curvssl.train import pretrain
 
 __version__ = "0.1.0"
@@ -27,7 +26,7 @@ _HOME = {
     "angular_defect": "geometry",
     "curvature": "geometry",
     "kernel_curvature": "geometry",
-    "load_encoder": "models",
+    "load_encoder": "rundir",
     "nearest_neighbors": "geometry",
     "polyhedron_curvature": "geometry",
     "pretrain": "train",

@@ -18,7 +18,7 @@ class UserError(ValueError):
 def unknown(what: str, name: object, known: Iterable[str]) -> UserError:
     """The error for a name that is not in a list, with the nearest one that is."""
     known = list(known)
-    close = difflib.get_close_matches(str(name), known, n=1)
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return UserError(f"unknown {what} {name!r}; {hint}known: {', '.join(known)}")
 

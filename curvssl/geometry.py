@@ -19,13 +19,21 @@ def nearest_neighbors(x: Tensor, *, k: int = 10) -> Tensor:
     """The k nearest neighbours of each row of x (n, d) by Euclidean distance, nearest first, (n, k) int64.
 
     A point is not its own neighbour, by its index: two equal points are each other's. Blocks of rows are ranked by one
-    matrix product each, so memory grows as n; the order among the 2k best of a row is then settled by the distances
-    themselves, because ‖a‖²+‖b‖²−2ab loses digits where points are close.
+    matrix product each, so memory grows as n. That product loses digits where points are close to each other and far
+    from the middle, so it only nominates; the distances themselves decide, and a row that may have overlooked a point
+    is searched again in float64.
     """
     x = _points(x, k=k).detach()
-    # The median is where most points are, so the norms that cancel are small; one outlier would drag the mean along.
-    x = (x - x.median(0).values)[None]
-    return _nearest(x, x, k=k, first=0, rank=_euclidean, settle=True)[0]
+    everyone = torch.arange(len(x), device=x.device)
+    with torch.autocast(x.device.type, enabled=False):
+        if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
+            # Which rows to search again is a question to the host, which a compiled or captured step may not ask.
+            return _search(x, everyone, k=k, dtype=_widest(x))[0]
+        index, sure = _search(x, everyone, k=k, dtype=torch.float32)
+        again = everyone[~sure]
+        if len(again):
+            index[again] = _search(x, again, k=k, dtype=torch.float64)[0]
+    return index
 
 
 def curvature(x: Tensor, *, k: int = 10, neighbors: Tensor | None = None) -> Tensor:
@@ -58,12 +66,13 @@ def kernel_curvature(
     `gamma` a number, "median", "scale" or "auto". The linear kernel gives back `curvature`.
     """
     x = _points(x, k=k, neighbors=neighbors)[None]
-    width = kernel_width(x, kernel=kernel, gamma=gamma)
-    if neighbors is None and kernel in ("rbf", "linear"):  # their distance grows with the Euclidean one
-        neighbors = nearest_neighbors(x[0], k=k)
-    elif neighbors is None:
-        neighbors = kernel_neighbors(x, x, k=k, kernel=kernel, width=width)[0]
-    return kernel_scores(x, x, kernel=kernel, width=width, neighbors=neighbors[None])[0]
+    with torch.autocast(x.device.type, enabled=False):
+        width = kernel_width(x, kernel=kernel, gamma=gamma)
+        if neighbors is None and kernel in ("rbf", "linear"):  # their distance grows with the Euclidean one
+            neighbors = nearest_neighbors(x[0], k=k)
+        elif neighbors is None:
+            neighbors = kernel_neighbors(x, x, k=k, kernel=kernel, width=width)[0]
+        return kernel_scores(x, x, kernel=kernel, width=width, neighbors=neighbors[None])[0]
 
 
 def polyhedron_curvature(x: Tensor, neighbors: Tensor) -> Tensor:
@@ -178,36 +187,56 @@ def _euclidean(queries: Tensor, points: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _nearest(
-    queries: Tensor,
-    points: Tensor,
-    *,
-    k: int,
-    first: int,
-    rank: Callable[[Tensor, Tensor], Tensor],
-    settle: bool = False,
+    queries: Tensor, points: Tensor, *, k: int, first: int, rank: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
     """Indices (v, b, k) of the points that `rank` puts first, row block by row block."""
-    n = points.shape[1]
-    found = []
-    for rows in _blocks(queries, n):
-        block = queries[:, rows]
-        distance = rank(block, points)
-        itself = torch.arange(first + rows.start, first + rows.start + block.shape[1], device=points.device)
-        distance.scatter_(2, itself[None, :, None].expand(len(points), -1, 1), torch.inf)
-        index = distance.topk(min(2 * k, n - 1) if settle else k, largest=False).indices
-        if settle:
-            exact = _edges(block, points, index).square().sum(-1)
-            index = index.gather(2, exact.sort(stable=True).indices[..., :k])
-        found.append(index)
-    return torch.cat(found, 1)
+    own = torch.arange(first, first + queries.shape[1], device=points.device)
+    blocks = _blocks(queries, points.shape[1])
+    return torch.cat([_best(rank(queries[:, rows], points), own[rows], k=k).indices for rows in blocks], 1)
 
 
-def _blocks(queries: Tensor, n: int) -> Iterator[slice]:
-    """Row slices whose distances to n points fill at most 64 MB on CPU and 1 GB on an accelerator, in float32."""
-    cells = 2**24 if queries.device.type == "cpu" else 2**28
-    rows = max(1, cells // (n * len(queries)))
+@torch.no_grad()
+def _search(x: Tensor, own: Tensor, *, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Neighbours (b, k) of the rows `own` of x (n, d), and (b,) whether nothing nearer can have been overlooked.
+
+    The product in `dtype` nominates 2k points a row and the differences in float64 put them in order. In units of the
+    rounding error ε/2 the product errs by at most (d+4)(‖q‖+‖p‖)² ≤ (d+4)(8‖q‖² + 2‖q−p‖²), which tells how near a
+    point that was not nominated can be.
+    """
+    n, d = x.shape
+    # The median is where most points are, so the norms that cancel are small; one outlier would drag the mean along.
+    points = x.to(dtype)
+    points = (points - points.median(0).values)[None]
+    slack = (d + 4) * torch.finfo(dtype).eps / 2
+    found, sure = [], []
+    for rows in _blocks(own[None], max(n, 4 * k * d), dtype=dtype):
+        queries = points[:, own[rows]]
+        best = _best(_euclidean(queries, points), own[rows], k=min(2 * k, n - 1))
+        edges = x[best.indices[0]].to(_widest(x)) - x[own[rows], None]
+        square, order = edges.square().sum(-1).sort(stable=True)
+        found.append(best.indices[0].gather(1, order[:, :k]))
+        norm = queries[0].square().sum(-1)
+        overlooked = (best.values[0, :, -1] + norm - 8 * slack * norm) / (1 + 2 * slack)
+        sure.append((square[:, k - 1] <= overlooked) | (n - 1 <= 2 * k))
+    return torch.cat(found), torch.cat(sure)
+
+
+def _best(distance: Tensor, own: Tensor, *, k: int) -> Any:
+    """The k smallest of each row and where they are, after a query's distance to itself is struck out, (v, b, n)."""
+    distance.scatter_(2, own[None, :, None].expand(len(distance), -1, 1), torch.inf)
+    return distance.topk(k, largest=False)
+
+
+def _blocks(queries: Tensor, cells: int, *, dtype: torch.dtype = torch.float32) -> Iterator[slice]:
+    """Slices of the rows of (v, b, …), `cells` numbers each, that fill at most 64 MB on CPU, 1 GB on an accelerator."""
+    room = (2**26 if queries.device.type == "cpu" else 2**30) // dtype.itemsize
+    rows = max(1, room // (cells * len(queries)))
     for start in range(0, queries.shape[1], rows):
         yield slice(start, min(start + rows, queries.shape[1]))
+
+
+def _widest(x: Tensor) -> torch.dtype:
+    return x.dtype if x.device.type == "mps" else torch.float64  # which has no float64
 
 
 def _points(x: Any, *, k: int | None = None, neighbors: Tensor | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from curvssl.kernels import Kernel, kernel_width, resolve
 Terms = dict[str, Tensor]
 
 
-class _Loss(nn.Module):
+class Loss(nn.Module):
     """Checks the two views, and computes in at least float32 whatever autocast says."""
 
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class _Loss(nn.Module):
         raise NotImplementedError
 
 
-class BarlowTwinsLoss(_Loss):
+class BarlowTwinsLoss(Loss):
     """L_emb = Σ_u (C_uu − 1)² + λ_emb Σ_{u≠v} C_uv²,   C = z̃ᵀ z̃' / b."""
 
     def __init__(self, *, lambda_emb: float = 1.0, eps: float = 1e-5) -> None:
@@ -132,7 +132,7 @@ class KernelCurvSSLLoss(CurvSSLLoss):
         return kernel_scores(z, everyone, kernel=self.kernel, width=width, neighbors=neighbors)
 
 
-class VICRegLoss(_Loss):
+class VICRegLoss(Loss):
     """VICReg's three terms, with the official halves: the variance hinge is averaged over the two views."""
 
     def __init__(self, *, invariance: float = 25.0, variance: float = 25.0, covariance: float = 1.0) -> None:

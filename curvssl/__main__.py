@@ -1,0 +1,3 @@
+from curvssl.cli import main
+
+main()

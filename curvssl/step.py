@@ -1,0 +1,161 @@
+"""One training step: gather, two views, forward, loss, backward, optimiser; run eagerly, compiled, or as a CUDA graph.
+
+All three do the same arithmetic. What a step needs comes in as tensors (which images, which uniform numbers, which
+learning rate), so nothing in it waits for the host and a captured step can be replayed with new ones.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from curvssl.augment import Augment
+from curvssl.losses import Loss
+
+WARM_STEPS = 3  # real steps taken before a capture: they compile, and they make the optimiser's state
+
+
+class Step:
+    """Call with (batch, u, lr); read `sums` (the loss and its terms, added up), `count` and `z` when you like.
+
+    `batch` holds row numbers of `images` (b,) if these live on the device, else uint8 images (b, C, H, W). (2, b, P)
+    are the uniform numbers of the two views.
+    """
+
+    def __init__(
+        self,
+        *,
+        net: nn.Module,
+        criterion: Loss,
+        augment: Augment,
+        optimizer: torch.optim.Optimizer,
+        images: Tensor | None,
+        device: torch.device,
+        bf16: bool,
+        mode: str,
+    ) -> None:
+        self.net, self.criterion, self.augment, self.optimizer = net, criterion, augment, optimizer
+        self.images, self.device, self.bf16 = images, device, bf16
+        self.sums = torch.zeros(0, device=device)
+        self.names: tuple[str, ...] = ()
+        self.count = 0
+        self.z: tuple[Tensor, Tensor] = (self.sums, self.sums)
+        self.mode = mode
+        self._loss = self.loss
+        if mode != "eager":
+            keep_compile_cache()
+            self._loss = torch.compile(self.loss, dynamic=False)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._static: tuple[Tensor, Tensor] | None = None
+        self._calls = 0
+
+    def __call__(self, batch: Tensor, u: Tensor, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        if self.mode == "captured":
+            self._captured(batch, u)
+        else:
+            self._plain(batch, u)
+        self.count += 1
+
+    def loss(self, batch: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The loss to differentiate, it and its terms as one vector to log, and the two views' embeddings."""
+        x = batch if self.images is None else self.images.index_select(0, batch)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+            # Two passes, so that BatchNorm sees one view at a time, as the paper has it.
+            z0, z1 = (self.net(self.view(x, u_view)) for u_view in u.unbind())
+        terms = self.criterion.terms(z0, z1)
+        self.names = ("loss", *terms)
+        loss = self.criterion.weigh(terms)
+        return loss, torch.stack((loss, *terms.values())).detach(), z0.detach(), z1.detach()
+
+    def view(self, x: Tensor, u: Tensor) -> Tensor:
+        view = self.augment(x, u)
+        return view.contiguous(memory_format=torch.channels_last) if self.device.type == "cuda" else view
+
+    def _plain(self, batch: Tensor, u: Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss, logged, *z = self._loss(batch, u)
+        loss.backward()
+        self.optimizer.step()
+        self.z = (z[0], z[1])
+        if len(self.sums) != len(logged):
+            self.sums = torch.zeros_like(logged)
+        self.sums += logged
+
+    def _captured(self, batch: Tensor, u: Tensor) -> None:
+        if self._static is None:
+            self._static = (batch.clone(), u.clone())
+        self._static[0].copy_(batch)
+        self._static[1].copy_(u)
+        self._calls += 1
+        if self._calls <= WARM_STEPS:
+            # The steps before the capture are real ones, on another stream, as capture asks.
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._plain(*self._static)
+            torch.cuda.current_stream().wait_stream(stream)
+            return None
+        if self._graph is None:
+            try:
+                graph = torch.cuda.CUDAGraph()
+                self.optimizer.zero_grad()
+                with torch.cuda.graph(graph):
+                    self._plain(*self._static)
+                self._graph = graph
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+                print(f"this step cannot be captured in a CUDA graph ({reason}): going on compiled", file=sys.stderr)
+                self.mode = "compiled"
+                torch.cuda.synchronize()
+                return self._plain(batch, u)
+        self._graph.replay()
+        return None
+
+    def means(self) -> dict[str, float]:
+        """Mean of the loss and each term over the steps since the last reset; waits for the device."""
+        return dict(zip(self.names, (self.sums / self.count).tolist(), strict=True))
+
+    def reset(self) -> None:
+        self.sums.zero_()
+        self.count = 0
+
+    def gradient_norm(self) -> float:
+        """Norm of the gradient of the step that ran last; waits for the device."""
+        gradients = [p.grad for p in self.net.parameters() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients))
+
+
+def keep_compile_cache() -> None:
+    """What was compiled once is found again by the next run."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "curvssl" / "compiled"))
+
+
+def make_optimizer(
+    net: nn.Module, *, name: str, lr: float, weight_decay: float, momentum: float, device: torch.device, mode: str
+) -> torch.optim.Optimizer:
+    """adam and sgd are torch's, fused on CUDA; lars is timm's. A captured step reads its rate from a tensor."""
+    captured = mode == "captured"
+    rate = torch.tensor(lr, device=device) if captured else lr
+    fused = True if device.type == "cuda" else None
+    if name == "adam":
+        return torch.optim.Adam(net.parameters(), lr=rate, weight_decay=weight_decay, fused=fused, capturable=captured)
+    if name == "sgd":
+        return torch.optim.SGD(net.parameters(), lr=rate, weight_decay=weight_decay, momentum=momentum, fused=fused)
+    try:
+        from timm.optim import Lars
+    except ModuleNotFoundError:
+        from curvssl.config import UserError
+
+        raise UserError("optimizer lars needs timm: pip install 'curvssl[timm]'") from None
+    # Gains and biases take no part in weight decay or in the layer-wise rate.
+    plain = [p for p in net.parameters() if p.ndim < 2]
+    layers = [p for p in net.parameters() if p.ndim >= 2]
+    groups = [{"params": layers, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return Lars(groups, lr=lr, momentum=momentum)

@@ -1,0 +1,85 @@
+"""What is looked at while training: spread and rank of the embeddings, ρ, a kNN on held-out images; and what to say."""
+
+import math
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvssl.config import UserError
+from curvssl.features import extract
+from curvssl.losses import CurvSSLLoss, Loss, standardise
+from curvssl.models import Net
+from curvssl.probes import knn
+
+MONITOR_IMAGES = 10_000  # the kNN monitor looks at no more than this many images
+DEAD_STD = 1e-3  # embeddings that vary less than this from image to image carry nothing
+DEAD_RANK = 0.02  # and neither do those whose effective rank is below this share of what is possible
+
+
+@torch.no_grad()
+def geometry_of(z0: Tensor, z1: Tensor, *, criterion: Loss, k: int) -> dict[str, float]:
+    """Of one batch's embeddings: ρ of the two views' curvature scores, mean standard deviation, effective rank."""
+    z = torch.stack((z0.float(), z1.float()))
+    curved = criterion if isinstance(criterion, CurvSSLLoss) else CurvSSLLoss(k=k)
+    c = standardise(curved.scores(z).mT, eps=1e-12)
+    return {
+        "rho": float(c.prod(1).mean()),
+        "z_std": float(z[0].std(0).mean()),
+        "effective_rank": effective_rank(z[0]),
+    }
+
+
+def effective_rank(z: Tensor) -> float:
+    """exp of the entropy of the singular values' shares: d for equal ones, 1 when one direction holds everything."""
+    if not z.isfinite().all():
+        return math.nan
+    singular = torch.linalg.svdvals((z - z.mean(0)).double().cpu())
+    share = singular / singular.sum().clamp_min(1e-300)
+    return float(torch.special.entr(share).sum().exp())
+
+
+def knn_accuracy(
+    net: Net,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    fit: Tensor,
+    held: Tensor,
+    size: int,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    classes: int,
+    device: torch.device,
+) -> float:
+    """Accuracy in percent of a kNN that knows the labels of images `fit` and is asked for those of `held`."""
+    fit, held = fit[:MONITOR_IMAGES], held[:MONITOR_IMAGES]
+    bank, asked = (extract(net.encoder, images[rows], size=size, mean=mean, std=std).h for rows in (fit, held))
+    return knn(bank, labels[fit], asked, labels[held], classes=classes, device=device).accuracy[0]
+
+
+def alarm(row: dict[str, Any], *, d_z: int, batch_size: int, warned: set[str]) -> None:
+    """Stop on a loss that is no number; warn, once each, of embeddings that have collapsed."""
+    if not math.isfinite(row["loss"]):
+        broken = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+        raise UserError(
+            f"the loss is not a number in epoch {row['epoch']} ({', '.join(broken)}): the last good checkpoint "
+            "is kept; try a lower --lr, a longer --warmup-epochs or --precision fp32, in another --out"
+        )
+    signs = {
+        "collapse": (
+            row["z_std"] < DEAD_STD,
+            f"all images get nearly the same embedding (standard deviation {row['z_std']:.1e}): "
+            "try a lower --lr, a longer --warmup-epochs, or for vicreg a higher --variance",
+        ),
+        "dimensional collapse": (
+            row["effective_rank"] < max(1.5, DEAD_RANK * min(d_z, batch_size)),
+            f"the embeddings use {row['effective_rank']:.1f} of {d_z} dimensions: "
+            "try a longer --warmup-epochs, a higher --lambda-emb (or --covariance), or a larger --batch-size",
+        ),
+    }
+    for name, (seen, advice) in signs.items():
+        if seen and name not in warned:
+            warned.add(name)
+            print(f"\n{name} in epoch {row['epoch']}: {advice}", file=sys.stderr)
