@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from curvssl import distributed
 from curvssl.augment import prepare
 from curvssl.config import UserError
 from curvssl.rundir import write_atomic
+from curvssl.stream import Images
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Features:
     h: Tensor  # (N, d_h) float32, the encoder's output
     z: Tensor | None = None  # (N, d_z) float32, the projector's
     y: Tensor | None = None  # (N,) int64
+    index: Tensor | None = None  # (N,) int64, the images' places in their split, where some of it could not be read
 
     @property
     def has_labels(self) -> bool:
@@ -32,7 +35,7 @@ class Features:
 @torch.inference_mode()
 def extract(
     encoder: nn.Module,
-    images: Tensor,
+    images: Images,
     *,
     size: int,
     mean: Sequence[float],
@@ -71,6 +74,33 @@ def extract(
         return Features(h=h.cpu().clone(), z=torch.cat(zs).cpu().clone() if zs else None, y=labels)
 
 
+def extract_over_ranks(
+    encoder: nn.Module, images: Images, *, labels: Tensor | None = None, **settings: Any
+) -> Features:
+    """`extract`, each rank its share of the images; every rank gets the whole. Images that cannot be read are left out.
+
+    All ranks must call it. The settings are those of `extract`.
+    """
+    mine = distributed.shares(len(images))[distributed.rank()]
+    part = extract(encoder, images[mine], **settings) if mine.stop > mine.start or len(images) == 0 else None
+    parts = [part for part in distributed.from_all(part) if part is not None]
+    h = torch.cat([part.h for part in parts])
+    z = None if parts[0].z is None else torch.cat([part.z for part in parts if part.z is not None])
+    index = readable(images)
+    if len(index) == len(images):
+        return Features(h, z, labels)
+    return Features(h[index], None if z is None else z[index], None if labels is None else labels[index], index)
+
+
+def readable(images: Images) -> Tensor:
+    """Places of the images that have not turned out unreadable on any rank."""
+    if isinstance(images, Tensor):
+        return torch.arange(len(images))
+    for bad in distributed.from_all(dict(images.bad)):
+        images.bad.update(bad)
+    return images.places()
+
+
 @contextmanager
 def _eval_mode(nets: list[nn.Module]) -> Iterator[None]:
     """Eval mode for a while; each module gets its own mode back, since a BatchNorm may have been frozen on its own."""
@@ -90,8 +120,8 @@ def raw_pixels(images: Tensor) -> Tensor:
 
 
 def save(features: Features, path: Path) -> None:
-    """Write an npz with h and, where they exist, z and y."""
-    arrays = {"h": features.h, "z": features.z, "y": features.y}
+    """Write an npz with h and, where they exist, z, y and index."""
+    arrays = {"h": features.h, "z": features.z, "y": features.y, "index": features.index}
     kept: dict[str, Any] = {name: array.numpy() for name, array in arrays.items() if array is not None}
     write_atomic(path, lambda file: np.savez(file, **kept))
 
@@ -99,9 +129,9 @@ def save(features: Features, path: Path) -> None:
 def load(path: Path) -> Features:
     """What `save` wrote."""
     try:
-        with np.load(path) as file:
+        with open(path, "rb") as opened, np.load(opened) as file:  # np.load leaves a broken file open if it opens it
             arrays = {name: torch.from_numpy(file[name]) for name in file.files}
-        return Features(h=arrays["h"].float(), z=arrays.get("z"), y=arrays.get("y"))
+        return Features(h=arrays["h"].float(), z=arrays.get("z"), y=arrays.get("y"), index=arrays.get("index"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist: make the features of this run first") from None
     except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:

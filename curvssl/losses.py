@@ -4,6 +4,8 @@
 With torch.distributed initialised every statistic is that of the global batch (the gradient: see distributed.py).
 """
 
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +13,11 @@ from curvssl import distributed
 from curvssl.distributed import gather, total, world_size
 from curvssl.geometry import check_k, kernel_neighbors, kernel_scores, neighbors_of, scores
 from curvssl.kernels import Kernel, kernel_width, resolve
+
+if torch.cuda.is_available() and find_spec("triton"):
+    from curvssl import fused
+else:
+    fused = None  # type: ignore[assignment]
 
 Terms = dict[str, Tensor]
 
@@ -84,8 +91,14 @@ class CurvSSLLoss(BarlowTwinsLoss):
 
     def scores(self, z: Tensor) -> Tensor:
         """Curvature of v views' embeddings among the global batch, (v, b, d) → (v, b)."""
+        if self.in_one_kernel(z):
+            return fused.curvature(z, k=self.k)
         everyone, first = among_all(z)
         return scores(z, everyone, neighbors=neighbors_of(z, everyone, k=self.k, first=first))
+
+    def in_one_kernel(self, z: Tensor) -> bool:
+        """Whether the hand-written kernels take this batch; what they compute is the same."""
+        return fused is not None and world_size() == 1 and fused.fits(z, k=self.k)
 
     def _terms(self, z0: Tensor, z1: Tensor) -> Terms:
         b = len(z0) * world_size()
@@ -128,6 +141,8 @@ class KernelCurvSSLLoss(CurvSSLLoss):
     def scores(self, z: Tensor) -> Tensor:
         everyone, first = among_all(z)
         width = kernel_width(everyone, kernel=self.kernel, gamma=self.gamma)
+        if self.kernel == "rbf" and self.in_one_kernel(z):
+            return fused.rbf_curvature(z, k=self.k, width=width)
         neighbors = kernel_neighbors(z, everyone, k=self.k, kernel=self.kernel, width=width, first=first)
         return kernel_scores(z, everyone, kernel=self.kernel, width=width, neighbors=neighbors)
 

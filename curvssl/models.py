@@ -1,5 +1,7 @@
 """The encoder f and the projector g."""
 
+import difflib
+
 import torch
 from torch import Tensor, nn
 
@@ -50,7 +52,8 @@ def _timm(name: str, *, channels: int) -> nn.Module:
     except ModuleNotFoundError:
         raise UserError(f"encoder timm:{name} needs timm: pip install 'curvssl[timm]'") from None
     if name not in timm.list_models():
-        raise unknown("timm backbone", name, timm.list_models(f"*{name[:6]}*")[:8])
+        known = timm.list_models()  # more than a thousand: the nearest will do
+        raise unknown("timm backbone", name, [*difflib.get_close_matches(name, known, n=5, cutoff=0), "…"])
     return timm.create_model(name, pretrained=False, num_classes=0, in_chans=channels)
 
 
@@ -75,6 +78,27 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.projector(self.encoder(x))
+
+
+class PerView:
+    """Mixed into a BatchNorm: of two views in one batch, (2b, …), each is normalised by its own statistics.
+
+    One pass over both views is faster than two, and this keeps what two would do, the running statistics included.
+    """
+
+    training: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        normalise = super().forward  # type: ignore[misc]
+        return torch.cat([normalise(view) for view in x.chunk(2)]) if self.training else normalise(x)
+
+
+def per_view(net: nn.Module) -> None:
+    """Make every BatchNorm of a network normalise the two halves of a batch apart while it trains."""
+    for module in net.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, PerView):
+            kind = type(module)
+            module.__class__ = type(f"PerView{kind.__name__}", (PerView, kind), {})
 
 
 def make_net(

@@ -61,27 +61,38 @@ class Run:
         file = path / "config.json"
         if not file.exists():
             raise UserError(f"{path} is not a run directory: it has no config.json; give the --out of a pretraining")
-        return cls(path, PretrainConfig.from_dict(json.loads(file.read_text())))
+        try:
+            return cls(path, PretrainConfig.from_dict(json.loads(file.read_text())))
+        except (json.JSONDecodeError, TypeError) as error:
+            raise UserError(f"{file} cannot be read ({error}): restore it, or use another --out") from None
 
     @classmethod
     def create(cls, path: str | Path, config: PretrainConfig) -> "Run":
-        """A new run, or the one that is there already if it has the same configuration."""
+        """A new run, or the one that is there already if it has the same configuration. Call it under `lock`."""
         path = Path(path)
-        if not (path / "config.json").exists():
+        new = cls(path, config)
+        # A run that stopped before it learned anything, by a mistyped name perhaps, stands in nobody's way.
+        if not (path / "config.json").exists() or not (new.finished or new.checkpoints() or new.metrics()):
             write_json(path / "config.json", config.to_dict())
         run = cls.read(path)
         here, asked = _flat(run.config.to_dict()), _flat(config.to_dict())
         changed = [f"{n} {here[n]} → {asked[n]}" for n in asked if here[n] != asked[n] and n not in FREE]
         if changed:
             raise UserError(f"{path} holds a run with other settings ({'; '.join(changed)}): use another --out")
-        return cls(path, config)
+        return new
 
     # ---- metrics ----
 
     def metrics(self) -> list[dict[str, Any]]:
+        """One row an epoch; a half-written line, the mark of a crash, ends them."""
         file = self.path / "metrics.jsonl"
-        rows = file.read_text().splitlines() if file.exists() else []
-        return [json.loads(row) for row in rows]
+        rows = []
+        for line in file.read_text().splitlines() if file.exists() else []:
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        return rows
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         with open(self.path / "metrics.jsonl", "a") as file:
@@ -89,16 +100,8 @@ class Run:
 
     def rewind_metrics(self, step: int) -> None:
         """Forget what was logged after the checkpoint that training goes on from, half-written lines included."""
-        file = self.path / "metrics.jsonl"
-        kept = []
-        for line in file.read_text().splitlines() if file.exists() else []:
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                break
-            if row["step"] <= step:
-                kept.append(line + "\n")
-        write_bytes(file, "".join(kept).encode())
+        kept = [json.dumps(row) + "\n" for row in self.metrics() if row["step"] <= step]
+        write_bytes(self.path / "metrics.jsonl", "".join(kept).encode())
 
     # ---- checkpoints ----
 
@@ -117,6 +120,8 @@ class Run:
         """The newest checkpoint that can be read; one that cannot is said and removed."""
         import torch
 
+        for part in self.path.glob(".checkpoint-*.part"):  # a killed process was writing it
+            part.unlink()
         for file in reversed(self.checkpoints()):
             try:
                 return torch.load(file, map_location="cpu", weights_only=True)
@@ -176,15 +181,17 @@ class Run:
         file = self.path / name
         return json.loads(file.read_text()) if file.exists() else {}
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """One process trains in a run directory at a time; the lock goes with the process, however it ends."""
-        with open(self.path / "lock", "w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"another process trains in {self.path}: wait for it, or use another --out") from None
-            yield
+
+@contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """One process trains in a run directory at a time; the lock goes with the process, however it ends."""
+    path.mkdir(parents=True, exist_ok=True)
+    with open(path / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process trains in {path}: wait for it, or use another --out") from None
+        yield
 
 
 def load_encoder(path: str | Path) -> "nn.Module":

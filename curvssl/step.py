@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from curvssl.augment import Augment
 from curvssl.losses import Loss
+from curvssl.models import per_view
 
 WARM_STEPS = 3  # real steps taken before a capture: they compile, and they make the optimiser's state
 
@@ -36,6 +37,7 @@ class Step:
         bf16: bool,
         mode: str,
     ) -> None:
+        per_view(net)  # both views pass in one batch, and BatchNorm still sees one at a time, as the paper has it
         self.net, self.criterion, self.augment, self.optimizer = net, criterion, augment, optimizer
         self.images, self.device, self.bf16 = images, device, bf16
         self.sums = torch.zeros(0, device=device)
@@ -46,7 +48,9 @@ class Step:
         self._loss = self.loss
         if mode != "eager":
             keep_compile_cache()
-            self._loss = torch.compile(self.loss, dynamic=False)
+            # Many kernels of a small network last a few µs: launched side by side as one, they cost a fifth less.
+            options = {"combo_kernels": True} if device.type == "cuda" else None
+            self._loss = torch.compile(self.loss, dynamic=False, options=options)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._static: tuple[Tensor, Tensor] | None = None
         self._calls = 0
@@ -67,16 +71,14 @@ class Step:
         """The loss to differentiate, it and its terms as one vector to log, and the two views' embeddings."""
         x = batch if self.images is None else self.images.index_select(0, batch)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            # Two passes, so that BatchNorm sees one view at a time, as the paper has it.
-            z0, z1 = (self.net(self.view(x, u_view)) for u_view in u.unbind())
+            views = self.augment(torch.cat((x, x)), u.flatten(0, 1))
+            if self.device.type == "cuda":
+                views = views.contiguous(memory_format=torch.channels_last)
+            z0, z1 = self.net(views).chunk(2)
         terms = self.criterion.terms(z0, z1)
         self.names = ("loss", *terms)
         loss = self.criterion.weigh(terms)
         return loss, torch.stack((loss, *terms.values())).detach(), z0.detach(), z1.detach()
-
-    def view(self, x: Tensor, u: Tensor) -> Tensor:
-        view = self.augment(x, u)
-        return view.contiguous(memory_format=torch.channels_last) if self.device.type == "cuda" else view
 
     def _plain(self, batch: Tensor, u: Tensor) -> None:
         self.optimizer.zero_grad()

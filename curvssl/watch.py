@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvssl import distributed
 from curvssl.config import UserError
-from curvssl.features import extract
+from curvssl.distributed import gather
+from curvssl.features import extract_over_ranks
 from curvssl.losses import CurvSSLLoss, Loss, standardise
 from curvssl.models import Net
 from curvssl.probes import knn
+from curvssl.stream import Images
 
 MONITOR_IMAGES = 10_000  # the kNN monitor looks at no more than this many images
 DEAD_STD = 1e-3  # embeddings that vary less than this from image to image carry nothing
@@ -20,14 +23,18 @@ DEAD_RANK = 0.02  # and neither do those whose effective rank is below this shar
 
 @torch.no_grad()
 def geometry_of(z0: Tensor, z1: Tensor, *, criterion: Loss, k: int) -> dict[str, float]:
-    """Of one batch's embeddings: ρ of the two views' curvature scores, mean standard deviation, effective rank."""
+    """Of one global batch's embeddings: ρ of the two views' curvature scores, mean standard deviation, effective rank.
+
+    All ranks must call it, and all get the same.
+    """
     z = torch.stack((z0.float(), z1.float()))
     curved = criterion if isinstance(criterion, CurvSSLLoss) else CurvSSLLoss(k=k)
-    c = standardise(curved.scores(z).mT, eps=1e-12)
+    c = gather(standardise(curved.scores(z).mT, eps=1e-12))  # (b, 2)
+    everyone = gather(z[0])
     return {
         "rho": float(c.prod(1).mean()),
-        "z_std": float(z[0].std(0).mean()),
-        "effective_rank": effective_rank(z[0]),
+        "z_std": float(everyone.std(0).mean()),
+        "effective_rank": effective_rank(everyone),
     }
 
 
@@ -42,7 +49,7 @@ def effective_rank(z: Tensor) -> float:
 
 def knn_accuracy(
     net: Net,
-    images: Tensor,
+    images: Images,
     labels: Tensor,
     *,
     fit: Tensor,
@@ -53,10 +60,17 @@ def knn_accuracy(
     classes: int,
     device: torch.device,
 ) -> float:
-    """Accuracy in percent of a kNN that knows the labels of images `fit` and is asked for those of `held`."""
-    fit, held = fit[:MONITOR_IMAGES], held[:MONITOR_IMAGES]
-    bank, asked = (extract(net.encoder, images[rows], size=size, mean=mean, std=std).h for rows in (fit, held))
-    return knn(bank, labels[fit], asked, labels[held], classes=classes, device=device).accuracy[0]
+    """Accuracy in percent of a kNN that knows the labels of images `fit` and is asked for those of `held`.
+
+    All ranks must call it: each makes its share of the features.
+    """
+    bank, asked = (
+        extract_over_ranks(net.encoder, images[rows], labels=labels[rows], size=size, mean=mean, std=std)
+        for rows in (fit[:MONITOR_IMAGES], held[:MONITOR_IMAGES])
+    )
+    assert bank.y is not None
+    assert asked.y is not None
+    return knn(bank.h, bank.y, asked.h, asked.y, classes=classes, device=device).accuracy[0]
 
 
 def alarm(row: dict[str, Any], *, d_z: int, batch_size: int, warned: set[str]) -> None:
@@ -82,4 +96,5 @@ def alarm(row: dict[str, Any], *, d_z: int, batch_size: int, warned: set[str]) -
     for name, (seen, advice) in signs.items():
         if seen and name not in warned:
             warned.add(name)
-            print(f"\n{name} in epoch {row['epoch']}: {advice}", file=sys.stderr)
+            if distributed.is_main():
+                print(f"\n{name} in epoch {row['epoch']}: {advice}", file=sys.stderr)

@@ -1,0 +1,92 @@
+"""The demo, timed whole, and its training step against the bare cost of the encoder, on this machine's CPU.
+
+python benchmarks/demo.py [--out results/demo.json]
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from curvssl.augment import Augment
+from curvssl.config import CHOICES, demo
+from curvssl.data import load
+from curvssl.evaluate import NAMES
+from curvssl.probes import PROBES
+from curvssl.rundir import Run, provenance
+from curvssl.step import Step, make_optimizer
+from curvssl.train import make_criterion
+
+
+def milliseconds(works: dict[str, Callable[[], Any]], *, rounds: int = 15) -> dict[str, float]:
+    """The median of each, taken in turn so that what else the machine does falls on all of them alike."""
+    found: dict[str, list[float]] = {name: [] for name in works}
+    for r in range(rounds + 3):
+        for name, work in works.items():
+            started = time.perf_counter()
+            work()
+            if r >= 3:
+                found[name].append(1e3 * (time.perf_counter() - started))
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def step_costs() -> dict[str, float]:
+    """A whole CurvSSL step, and forward + backward of the encoder alone on as many views."""
+    config = dataclasses.replace(demo(), device="cpu")
+    data, device = load("digits"), torch.device("cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        net = Run(Path(folder), config).make_net(channels=3)
+    step = Step(
+        net=net,
+        criterion=make_criterion(config),
+        augment=Augment(size=config.image_size, mean=data.mean, std=data.std, **vars(config.augment)),
+        optimizer=make_optimizer(
+            net, name="adam", lr=1e-3, weight_decay=1e-4, momentum=0.9, device=device, mode="eager"
+        ),
+        images=data.train.images,
+        device=device,
+        bf16=False,
+        mode="eager",
+    )
+    rows = torch.arange(config.batch_size)
+    u = torch.rand(2, config.batch_size, step.augment.draws)
+    views = torch.randn(2 * config.batch_size, 3, config.image_size, config.image_size)
+    return milliseconds(
+        {
+            "step_ms": lambda: step(rows, u, 1e-3),
+            "encoder_forward_backward_ms": lambda: net.encoder(views).sum().backward(),
+        }
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results/demo.json"))
+    out = parser.parse_args().out
+    costs = step_costs()
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "curvssl", "demo", "--out", folder], check=True)
+        seconds = time.perf_counter() - started
+        runs = [Run.read(Path(folder) / method) for method in CHOICES["method"]]
+        probed = {NAMES[run.config.method]: run.read_json("probes.json") for run in runs}
+        floors = {name: probed["CurvSSL"][name] for name in ("raw pixels", "random encoder")}
+        accuracy = floors | {name: {p: probes[p] for p in PROBES} for name, probes in probed.items()}
+    found = {"seconds": seconds, "threads": torch.get_num_threads()} | costs
+    found |= {"accuracy": accuracy, "provenance": provenance(device="CPU")}
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    share = costs["encoder_forward_backward_ms"] / costs["step_ms"]
+    print(f"demo {seconds:.0f} s; a step {costs['step_ms']:.0f} ms, {share:.0%} of it the bare encoder")
+
+
+if __name__ == "__main__":
+    main()

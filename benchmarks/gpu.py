@@ -1,0 +1,321 @@
+"""How fast a training step is on one CUDA device, against the device's own ceilings and against peers, in one run.
+
+    python benchmarks/gpu.py [--out results/gpu.json]
+
+Every figure is a whole step, device synchronised, warm-up left out, the median of several repeats. Steps are compiled
+in parallel processes; these wait for each other, and then each is timed with the device to itself.
+"""
+
+import argparse
+import json
+import multiprocessing as mp
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+IMAGES = 50_000  # as many as CIFAR-10 has, of random pixels: neither side's work depends on them
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+FLOPS = {"imagenet": 0.217e9, "small": 3.329e9}  # forward + backward of ResNet-18 per 32×32 view
+METHODS = ("barlow-twins", "vicreg", "curvssl", "kernel-curvssl")
+STEPS = [(stem, b, method) for b in (256, 1024) for stem in FLOPS for method in METHODS]
+
+
+def images(n: int = IMAGES) -> Tensor:
+    return torch.randint(0, 256, (n, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def median_ms(work: Callable[[], Any], *, times: int = 40, repeats: int = 5) -> float:
+    """Milliseconds of one call: the median over `repeats` of the mean over `times`."""
+    for _ in range(5):
+        work()
+    found = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(times):
+            work()
+        torch.cuda.synchronize()
+        found.append(1e3 * (time.perf_counter() - started) / times)
+    return statistics.median(found)
+
+
+def make_step(stem: str, batch: int, method: str, mode: str) -> tuple[Any, Callable[[], None]]:
+    """The product's own step on random images, and one call of it."""
+    from curvssl.augment import Augment
+    from curvssl.config import PretrainConfig
+    from curvssl.models import make_net
+    from curvssl.step import Step, make_optimizer
+    from curvssl.train import make_criterion
+
+    torch.backends.cudnn.benchmark = True
+    device = torch.device("cuda")
+    shape = {"channels": 3, "size": 32, "width": 512, "depth": 2, "d_z": 128, "norm": False, "seed": 0}
+    net = make_net(encoder="resnet18", stem=stem, **shape).to(device).to(memory_format=torch.channels_last)
+    config = PretrainConfig(method=method)
+    step = Step(
+        net=net,
+        criterion=make_criterion(config),
+        augment=Augment(size=32, mean=MEAN, std=STD, **vars(config.augment)).to(device),
+        optimizer=make_optimizer(net, name="adam", lr=1e-3, weight_decay=1e-4, momentum=0.9, device=device, mode=mode),
+        images=images().to(device),
+        device=device,
+        bf16=True,
+        mode=mode,
+    )
+    order = torch.randperm(IMAGES, device=device)
+    numbers = torch.Generator(device=device)
+    calls = 0
+
+    def call() -> None:
+        nonlocal calls
+        rows = order[(calls * batch) % (IMAGES - batch) :][:batch]
+        numbers.manual_seed(calls)
+        step(rows, torch.rand(2, batch, step.augment.draws, generator=numbers, device=device), 1e-3)
+        calls += 1
+
+    return step, call
+
+
+def step_worker(case: tuple[str, int, str], ready: Any, turn: Any, answers: Any) -> None:
+    """Compile and capture, wait for all the others, then time alone."""
+    started = time.perf_counter()
+    result: dict[str, Any] = {"stem": case[0], "batch": case[1], "method": case[2]}
+    try:
+        step, call = make_step(*case, "captured")
+        for n in range(6):
+            call()
+            torch.cuda.synchronize()
+            if n == 0:
+                result["seconds_to_first_step"] = time.perf_counter() - started
+        result["mode"] = step.mode
+    finally:
+        ready.wait()
+    with turn:
+        torch.cuda.reset_peak_memory_stats()
+        result["ms"] = median_ms(call)
+        result["peak_GB"] = torch.cuda.max_memory_reserved() / 1e9
+    answers.put(result)
+
+
+def steps(cases: list[tuple[str, int, str]]) -> list[dict[str, Any]]:
+    context = mp.get_context("spawn")
+    answers, turn = context.Queue(), context.Lock()
+    ready = context.Barrier(len(cases))
+    workers = [context.Process(target=step_worker, args=(case, ready, turn, answers)) for case in cases]
+    for worker in workers:
+        worker.start()
+    found = [answers.get(timeout=600) for _ in workers]
+    for worker in workers:
+        worker.join()
+    return sorted(found, key=lambda r: cases.index((r["stem"], r["batch"], r["method"])))
+
+
+def ceilings() -> dict[str, float]:
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    c, d = (torch.randn(8192, 8192, device="cuda") for _ in range(2))
+    big = torch.randint(0, 256, (2**32,), dtype=torch.uint8, device="cuda")
+    other = torch.empty_like(big)
+    flop = 2 * 8192**3
+    return {
+        "bf16_TFLOP_per_s": flop / median_ms(lambda: a @ b, times=10) / 1e9,
+        "fp32_TFLOP_per_s": flop / median_ms(lambda: c @ d, times=3) / 1e9,
+        "copy_TB_per_s": 2 * big.numel() / median_ms(lambda: other.copy_(big), times=10) / 1e9,
+    }
+
+
+class Pictures(torch.utils.data.Dataset[Any]):
+    """The same random images as PIL pictures, as the peers take them."""
+
+    def __init__(self, transform: Callable[[Any], Any]) -> None:
+        self.pixels, self.transform = images().permute(0, 2, 3, 1).contiguous().numpy(), transform
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, i: int) -> Any:
+        from PIL import Image
+
+        return self.transform(Image.fromarray(self.pixels[i]))
+
+
+def peer(stem: str, batch: int, *, lightly: bool, workers: int) -> dict[str, Any]:
+    """Barlow Twins as lightly's or torchvision's user writes it: DataLoader workers, eager step, bf16 autocast."""
+    from torchvision.transforms import v2
+
+    from curvssl.models import make_net
+
+    shape = {"channels": 3, "size": 32, "width": 512, "depth": 2, "d_z": 128, "norm": False, "seed": 0}
+    net = make_net(encoder="resnet18", stem=stem, **shape).cuda().to(memory_format=torch.channels_last)
+    view = v2.Compose(
+        [
+            v2.RandomResizedCrop(32, (0.2, 1.0)),
+            v2.RandomHorizontalFlip(),
+            v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.4, 0.1)], 0.8),
+            v2.RandomGrayscale(0.2),
+            v2.PILToTensor(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(MEAN, STD),
+        ]
+    )
+    criterion: nn.Module
+    if lightly:
+        from lightly.loss import BarlowTwinsLoss
+        from lightly.transforms.multi_view_transform import MultiViewTransform
+
+        criterion, two_views = BarlowTwinsLoss(lambda_param=1.0), MultiViewTransform([view, view])
+    else:
+        from curvssl.losses import BarlowTwinsLoss as Ours
+
+        criterion, two_views = Ours(), lambda picture: [view(picture), view(picture)]
+    loader = torch.utils.data.DataLoader(
+        Pictures(two_views),
+        batch,
+        shuffle=True,
+        drop_last=True,
+        num_workers=workers,
+        pin_memory=True,
+        persistent_workers=True,
+        multiprocessing_context="fork",
+    )
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3, weight_decay=1e-4, fused=True)
+    counted, started = 0, 0.0
+    for n, (x0, x1) in enumerate(loader):
+        if n == 20:
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+        with torch.autocast("cuda", torch.bfloat16):
+            z0, z1 = (net(x.cuda(non_blocking=True).contiguous(memory_format=torch.channels_last)) for x in (x0, x1))
+        loss = criterion(z0.float(), z1.float())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        counted = n - 19
+        if counted == 120 * 256 // batch:
+            break
+    torch.cuda.synchronize()
+    name = "lightly" if lightly else "torchvision DataLoader"
+    ms = 1e3 * (time.perf_counter() - started) / counted
+    return {"peer": name, "stem": stem, "batch": batch, "workers": workers, "ms": ms}
+
+
+def augmentation(views: int = 512) -> dict[str, float]:
+    """Crop, flip, jitter, grayscale and normalise: ours eager, compiled and captured against kornia."""
+    import kornia.augmentation as K
+
+    from curvssl.augment import Augment
+
+    x = images(views).cuda()
+    ours = Augment(size=32, mean=MEAN, std=STD).cuda()
+    u = torch.rand(views, ours.draws, device="cuda")
+    compiled = torch.compile(ours, dynamic=False)
+    theirs = nn.Sequential(
+        K.RandomResizedCrop((32, 32), scale=(0.2, 1.0)),
+        K.RandomHorizontalFlip(),
+        K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=0.8),
+        K.RandomGrayscale(p=0.2),
+        K.Normalize(torch.tensor(MEAN), torch.tensor(STD)),
+    ).cuda()
+    found = {
+        "kornia_ms": median_ms(lambda: theirs(x.float() / 255), times=10),
+        "eager_ms": median_ms(lambda: ours(x, u), times=10),
+        "compiled_ms": median_ms(lambda: compiled(x, u)),
+    }
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        compiled(x, u)
+    return {"views": views} | found | {"captured_ms": median_ms(graph.replay)}
+
+
+def large_batch(ceiling: dict[str, float], n: int = 65_536, d: int = 128, k: int = 10) -> dict[str, float]:
+    """The loss with its gradient on a huge batch, and how near its neighbour search comes to plain products."""
+    from curvssl.geometry import neighbors_of
+    from curvssl.losses import CurvSSLLoss
+
+    z0 = torch.randn(n, d, device="cuda", requires_grad=True)
+    z1 = (z0 + 0.3 * torch.randn(n, d, device="cuda")).detach().requires_grad_()
+    criterion = CurvSSLLoss(k=k)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    ms = median_ms(lambda: criterion(z0, z1).backward(), times=1, repeats=3)
+    peak = (torch.cuda.max_memory_allocated() - before) / 1e9
+    z = z0.detach()[None]
+    search = median_ms(lambda: neighbors_of(z, z, k=k), times=1, repeats=3)
+    product = median_ms(lambda: [z[0, i : i + 4096] @ z[0].T for i in range(0, n, 4096)], times=1, repeats=3)
+    rate = 2 * n * n * d / search / 1e9
+    return {
+        "batch": n,
+        "d": d,
+        "k": k,
+        "loss_and_gradient_ms": ms,
+        "peak_GB": peak,
+        "search_ms": search,
+        "products_alone_ms": product,
+        "search_TFLOP_per_s": rate,
+        "share_of_fp32_ceiling": rate / ceiling["fp32_TFLOP_per_s"],
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    top = found["ceilings"]
+    lines = [
+        f"{found['device']}: bf16 product {top['bf16_TFLOP_per_s']:.0f} TFLOP/s, fp32 {top['fp32_TFLOP_per_s']:.0f}, "
+        f"copy {top['copy_TB_per_s']:.2f} TB/s",
+        f"{'stem':9} {'batch':>5} {'method':24} {'ms/step':>8} {'views/s':>10} {'of bf16':>8} {'over BT':>8} {'GB':>6}",
+    ]
+    base = {(r["stem"], r["batch"]): r["ms"] for r in found["steps"] if r["method"] == "barlow-twins"}
+    for r in found["steps"]:
+        views = 2e3 * r["batch"] / r["ms"]
+        share = views * FLOPS[r["stem"]] / top["bf16_TFLOP_per_s"] / 1e12
+        over = r["ms"] / base[r["stem"], r["batch"]] - 1
+        lines.append(
+            f"{r['stem']:9} {r['batch']:5} {r['method']:24} {r['ms']:8.3f} {views:10,.0f} {share:8.1%} {over:+8.1%} "
+            f"{r['peak_GB']:6.1f}"
+        )
+    ours = {(r["stem"], r["batch"]): r["ms"] for r in found["steps"] if r["method"] == "curvssl"}
+    for r in found["peers"]:
+        ratio = r["ms"] / ours[r["stem"], r["batch"]]
+        lines.append(
+            f"{r['stem']:9} {r['batch']:5} {r['peer']:24} {r['ms']:8.3f} {2e3 * r['batch'] / r['ms']:10,.0f}"
+            f"   our CurvSSL step is {ratio:.1f}× faster"
+        )
+    a, big = found["augmentation"], found["large_batch"]
+    lines += [
+        f"augmentation of {a['views']} views: kornia {a['kornia_ms']:.2f} ms, ours eager {a['eager_ms']:.2f}, "
+        f"compiled {a['compiled_ms']:.3f}, captured {a['captured_ms']:.3f}",
+        f"loss with gradient at b = {big['batch']:,}: {big['loss_and_gradient_ms']:.0f} ms, {big['peak_GB']:.1f} GB; "
+        f"search {big['search_ms']:.0f} ms a view = {big['search_TFLOP_per_s']:.0f} TFLOP/s, "
+        f"{big['share_of_fp32_ceiling']:.0%} of the fp32 ceiling (products alone {big['products_alone_ms']:.0f} ms)",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results/gpu.json"))
+    parser.add_argument("--workers", type=int, default=16, help="loader workers of the peers")
+    options = parser.parse_args()
+    from curvssl.rundir import provenance
+
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name()}
+    found["peers"] = [
+        peer(stem, 256, lightly=lightly, workers=options.workers) for stem in FLOPS for lightly in (True, False)
+    ]
+    found["ceilings"] = ceilings()
+    found["large_batch"] = large_batch(found["ceilings"])
+    found["augmentation"] = augmentation()
+    torch.cuda.empty_cache()
+    found["steps"] = steps(STEPS)
+    found["provenance"] = provenance(device=found["device"])
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

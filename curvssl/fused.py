@@ -1,0 +1,208 @@
+"""Neighbours and curvature of one batch as hand-written GPU kernels: what geometry.py does in a dozen launches, in two.
+
+Used by the losses for float32 batches on CUDA that fit a multiprocessor (`fits`); geometry.py is the meaning of every
+line here, and the tests hold the two against each other. Distances are sums of squared differences, so they lose no
+digits to a common offset.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+POINTS = 1024  # a row of distances to this many points stays in one program's registers
+WIDTH = 2048  # and so does one point of this many dimensions
+NEIGHBORS = 16
+
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps)  # as in kernels.inverse_root
+TAKEN = tl.constexpr(2**63 - 1)
+
+
+def fits(x: Tensor, *, k: int) -> bool:
+    """Whether the kernels take these v sets of points (v, n, d)."""
+    return x.is_cuda and x.dtype == torch.float32 and x.shape[1] <= POINTS and x.shape[2] <= WIDTH and k <= NEIGHBORS
+
+
+@triton.jit
+def _select_and_score(
+    x_ptr, index_ptr, sum_ptr, score_ptr, n, d,
+    K: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """For ROWS points: their K nearest, S = Σ_a u_a, and c = (‖S‖² − Σ_a ‖u_a‖²) / 2."""
+    view = tl.program_id(1)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    points = tl.arange(0, N)
+    x_ptr += view * n * d
+
+    square = tl.zeros((ROWS, N, CHUNK), tl.float32)
+    for start in range(0, d, CHUNK):
+        column = start + tl.arange(0, CHUNK)
+        inside = column < d
+        q = tl.load(x_ptr + rows[:, None] * d + column[None, :], (rows < n)[:, None] & inside[None, :], other=0.0)
+        p = tl.load(x_ptr + points[:, None] * d + column[None, :], (points < n)[:, None] & inside[None, :], other=0.0)
+        edge = p[None, :, :] - q[:, None, :]
+        square += edge * edge
+    distance = tl.sum(square, 2)  # (ROWS, N)
+
+    # A float that is not negative sorts like its bits: distance and index in one number find both with one minimum.
+    key = (distance.to(tl.int32, bitcast=True).to(tl.int64) << 32) | points[None, :].to(tl.int64)
+    key = tl.where((points[None, :] == rows[:, None]) | (points >= n)[None, :], TAKEN, key)
+
+    dims = tl.arange(0, D)
+    live = (rows < n)[:, None] & (dims < d)[None, :]
+    centre = tl.load(x_ptr + rows[:, None] * d + dims[None, :], live, other=0.0)
+    total = tl.zeros((ROWS, D), tl.float32)
+    units = tl.zeros((ROWS,), tl.float32)
+    for a in tl.static_range(K):
+        least = tl.min(key, 1)
+        key = tl.where(key == least[:, None], TAKEN, key)
+        index = (least & 0xFFFFFFFF).to(tl.int32)
+        square_a = (least >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        tl.store(index_ptr + (view * n + rows) * K + a, index, rows < n)
+        edge = tl.load(x_ptr + index[:, None] * d + dims[None, :], live, other=0.0) - centre
+        zero = square_a <= TINY
+        total += edge * tl.where(zero, 0.0, 1 / tl.sqrt(tl.where(zero, 1.0, square_a)))[:, None]
+        units += tl.where(zero, 0.0, 1.0)
+    tl.store(sum_ptr + (view * n + rows)[:, None] * d + dims[None, :], total, live)
+    tl.store(score_ptr + view * n + rows, (tl.sum(total * total, 1) - units) / 2, rows < n)
+
+
+@triton.jit
+def _score_gradient(
+    grad_ptr, x_ptr, index_ptr, sum_ptr, out_ptr, n, d, K: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """∂c/∂e_a = (S − u_a ⟨u_a, S⟩) / ‖e_a‖, added to the neighbour and taken from the centre."""
+    view = tl.program_id(1)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    dims = tl.arange(0, D)
+    live = (rows < n)[:, None] & (dims < d)[None, :]
+    x_ptr += view * n * d
+    out_ptr += view * n * d
+    place = rows[:, None] * d + dims[None, :]
+    centre = tl.load(x_ptr + place, live, other=0.0)
+    total = tl.load(sum_ptr + view * n * d + place, live, other=0.0)
+    grad = tl.load(grad_ptr + view * n + rows, rows < n, other=0.0)
+    own = tl.zeros((ROWS, D), tl.float32)
+    for a in tl.static_range(K):
+        index = tl.load(index_ptr + (view * n + rows) * K + a, rows < n, other=0)
+        there = index[:, None] * d + dims[None, :]
+        edge = tl.load(x_ptr + there, live, other=0.0) - centre
+        square = tl.sum(edge * edge, 1)
+        zero = square <= TINY
+        inverse = tl.where(zero, 0.0, 1 / tl.sqrt(tl.where(zero, 1.0, square)))
+        u = edge * inverse[:, None]
+        push = (total - u * tl.sum(u * total, 1)[:, None]) * (grad * inverse)[:, None]
+        tl.atomic_add(out_ptr + there, push, live, sem="relaxed")
+        own -= push
+    tl.atomic_add(out_ptr + place, own, live, sem="relaxed")
+
+
+@triton.jit
+def _rbf(
+    grad_ptr, x_ptr, index_ptr, width_ptr, out_ptr, n, d,
+    K: tl.constexpr, PAD: tl.constexpr, D: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
+    """Of one point's neighbours: Σ_{a<b} exp(−γ‖x_a − x_b‖²), or its gradient −2γ (x_a Σ_b k_ab − Σ_b k_ab x_b)."""
+    row, view = tl.program_id(0), tl.program_id(1)
+    a = tl.arange(0, PAD)
+    dims = tl.arange(0, D)
+    index = tl.load(index_ptr + (view * n + row) * K + a, a < K, other=0)
+    live = (a < K)[:, None] & (dims < d)[None, :]
+    there = view * n * d + index[:, None] * d + dims[None, :]
+    centre = tl.load(x_ptr + (view * n + row) * d + dims, dims < d, other=0.0)
+    edge = tl.where(live, tl.load(x_ptr + there, live, other=0.0) - centre[None, :], 0.0)
+    gamma = tl.load(width_ptr + view)
+    own = tl.sum(edge * edge, 1)
+    product = tl.dot(edge, tl.trans(edge), input_precision="ieee")
+    square = tl.maximum(own[:, None] + own[None, :] - 2 * product, 0.0)
+    pair = (a < K)[:, None] & (a < K)[None, :] & (a[:, None] != a[None, :])
+    local = tl.where(pair, tl.exp(-gamma * square), 0.0)
+    if BACKWARD:
+        grad = tl.load(grad_ptr + view * n + row)
+        pull = edge * tl.sum(local, 1)[:, None] - tl.dot(local, edge, input_precision="ieee")
+        tl.atomic_add(out_ptr + there, -2 * gamma * grad * pull, live, sem="relaxed")
+    else:
+        tl.store(out_ptr + view * n + row, tl.sum(local) / 2)
+
+
+def _shape(n: int, d: int) -> dict[str, int]:
+    """Block sizes that leave each of 256 threads 32 of the sums (rows × points × dimensions) to hold."""
+    points = triton.next_power_of_2(n)
+    rows = 2 if points <= POINTS // 2 else 1
+    chunk = min(32, triton.next_power_of_2(d), max(4, 8192 // (rows * points)))
+    return {"ROWS": rows, "N": points, "D": triton.next_power_of_2(d), "CHUNK": chunk}
+
+
+@triton_op("curvssl::select_and_score", mutates_args={})
+def select_and_score(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Neighbours (v, n, k) int32, Σ u (v, n, d) and curvature (v, n) of v sets of points (v, n, d)."""
+    x = x.contiguous()
+    v, n, d = x.shape
+    index = x.new_empty(v, n, k, dtype=torch.int32)
+    total, score = torch.empty_like(x), x.new_empty(v, n)
+    shape = _shape(n, d)
+    grid = (triton.cdiv(n, shape["ROWS"]), v)
+    wrap_triton(_select_and_score)[grid](x, index, total, score, n, d, K=k, **shape, num_warps=8)
+    return score, index, total
+
+
+@triton_op("curvssl::score_gradient", mutates_args={})
+def score_gradient(grad: Tensor, x: Tensor, index: Tensor, total: Tensor) -> Tensor:
+    x, grad = x.contiguous(), grad.contiguous()
+    v, n, d = x.shape
+    out = torch.zeros_like(x)
+    shape = {"K": index.shape[-1], "ROWS": 2, "D": triton.next_power_of_2(d)}
+    wrap_triton(_score_gradient)[(triton.cdiv(n, 2), v)](grad, x, index, total, out, n, d, **shape, num_warps=4)
+    return out
+
+
+@triton_op("curvssl::rbf_score", mutates_args={})
+def rbf_score(x: Tensor, index: Tensor, width: Tensor) -> Tensor:
+    """Kernel curvature (v, n) for neighbours (v, n, k) and γ (v,)."""
+    x = x.contiguous()
+    v, n, d = x.shape
+    score = x.new_empty(v, n)
+    shape = {"K": index.shape[-1], "PAD": NEIGHBORS, "D": max(16, triton.next_power_of_2(d)), "BACKWARD": False}
+    wrap_triton(_rbf)[(n, v)](score, x, index, width, score, n, d, **shape, num_warps=4)
+    return score
+
+
+@triton_op("curvssl::rbf_gradient", mutates_args={})
+def rbf_gradient(grad: Tensor, x: Tensor, index: Tensor, width: Tensor) -> Tensor:
+    x, grad = x.contiguous(), grad.contiguous()
+    v, n, d = x.shape
+    out = torch.zeros_like(x)
+    shape = {"K": index.shape[-1], "PAD": NEIGHBORS, "D": max(16, triton.next_power_of_2(d)), "BACKWARD": True}
+    wrap_triton(_rbf)[(n, v)](grad, x, index, width, out, n, d, **shape, num_warps=4)
+    return out
+
+
+def _keep_score(ctx, inputs, output) -> None:
+    ctx.save_for_backward(inputs[0], output[1], output[2])
+
+
+def _score_backward(ctx, grad, *_) -> tuple[Tensor, None]:
+    return score_gradient(grad, *ctx.saved_tensors), None
+
+
+def _keep_rbf(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _rbf_backward(ctx, grad) -> tuple[Tensor, None, None]:
+    return rbf_gradient(grad, *ctx.saved_tensors), None, None
+
+
+select_and_score.register_autograd(_score_backward, setup_context=_keep_score)
+rbf_score.register_autograd(_rbf_backward, setup_context=_keep_rbf)
+
+
+def curvature(x: Tensor, *, k: int) -> Tensor:
+    """Eq. (6) for v sets of points, (v, n, d) → (v, n)."""
+    return select_and_score(x, k)[0]
+
+
+def rbf_curvature(x: Tensor, *, k: int, width: Tensor) -> Tensor:
+    """Eq. (10) with the RBF kernel for v sets of points, (v, n, d) → (v, n)."""
+    return rbf_score(x, select_and_score(x.detach(), k)[1], width.flatten())

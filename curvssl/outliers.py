@@ -1,0 +1,137 @@
+"""Curvature as a scikit-learn outlier detector: a point all of whose neighbours lie to one side is an outlier."""
+
+import warnings
+from numbers import Integral, Real
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import BaseEstimator, OutlierMixin
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor
+
+from curvssl.geometry import kernel_neighbors, kernel_scores, neighbors_of, scores
+from curvssl.kernels import SHIFT_INVARIANT, Kernel, kernel_width, resolve
+
+FENCE = 1.5  # Tukey's: past this many interquartile ranges beyond the quartile lie 0.35 % of a normal distribution
+
+
+class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
+    """Unsupervised outlier detection by the curvature of each point among its nearest neighbours.
+
+    Inside a cloud the neighbours lie on all sides, their directions balance and the curvature is low; seen from an
+    outlier they lie in one direction and it nears its maximum k(k−1)/2. With a shift-invariant kernel (rbf, laplacian)
+    the curvature is Σ k(x_a, x_b) over pairs of neighbours, whatever the direction they lie in: it is high where they
+    crowd together, and the outlier is the point whose curvature is *low*. `score_samples` takes the sign that fits.
+
+    Scores are those of new points, their neighbours sought among the training points. A row that equals a training
+    point is taken for that point and one such twin is left out, so `score_samples(X_train)` is what `fit` saw, and
+    `fit_predict(X)` is `fit(X).predict(X)`; there is no separate novelty mode.
+
+    Parameters
+    ----------
+    n_neighbors : int, default=10
+        Neighbours of each point, k: 2 or more. More than n_samples − 1 are clipped to that, with a warning.
+    kernel : None, str or callable, default=None
+        None is the curvature of Eq. (6). A name (rbf, laplacian, linear, polynomial, cosine) or a callable
+        (a, b) → Gram matrix is that of Eq. (10), as in `curvssl.kernel_curvature`.
+    gamma : float, "median", "scale" or "auto", default="median"
+        Width of the kernel, found on the training points; without a kernel it plays no part.
+    contamination : "auto" or float in (0, 0.5], default="auto"
+        A float is the share of the training points below the threshold. "auto" is Tukey's fence: a score more than
+        1.5 interquartile ranges below the first quartile of the training scores. The level and the spread of the
+        curvature depend on the dimension and on k (in many dimensions even inner points see their neighbours under
+        60°), so no fixed threshold fits all data; quartiles follow both, and a quarter of the points can be outliers
+        without moving them far. Splitting the scores by 2-means, the other known choice, must call a part of every
+        data set anomalous.
+
+    Attributes
+    ----------
+    scores_ : ndarray of shape (n_samples,)
+        Scores of the training points, higher is more normal.
+    offset_ : float
+        `decision_function` is `score_samples` − `offset_`.
+    n_neighbors_ : int
+        The number of neighbours in use.
+    n_features_in_ : int
+        Features seen by `fit`.
+    """
+
+    def __init__(
+        self,
+        n_neighbors: int = 10,
+        kernel: str | Kernel | None = None,
+        gamma: float | str = "median",
+        contamination: float | str = "auto",
+    ) -> None:
+        self.n_neighbors = n_neighbors
+        self.kernel = kernel
+        self.gamma = gamma
+        self.contamination = contamination
+
+    def fit(self, X: ArrayLike, y: Any = None) -> Self:
+        """Keep the points, score each among the others, and set the threshold; `y` is ignored."""
+        self._check_parameters()
+        points = validate_data(self, X, dtype=np.float64, ensure_min_samples=3)  # 3: each needs a pair of neighbours
+        self.n_neighbors_ = min(self.n_neighbors, len(points) - 1)
+        if self.n_neighbors_ < self.n_neighbors:
+            warnings.warn(
+                f"n_neighbors={self.n_neighbors} needs more than the {len(points)} samples given: "
+                f"using {self.n_neighbors_}",
+                stacklevel=2,
+            )
+        self._points = points
+        if self.kernel is not None:
+            self._width = kernel_width(torch.tensor(points)[None], kernel=self.kernel, gamma=self.gamma).numpy()
+        self.scores_ = self._score(points)
+        if isinstance(self.contamination, str):
+            first, third = np.percentile(self.scores_, (25, 75))
+            self.offset_ = first - FENCE * (third - first)
+        else:
+            self.offset_ = np.percentile(self.scores_, 100 * self.contamination)
+        return self
+
+    def score_samples(self, X: ArrayLike) -> NDArray[np.float64]:
+        """How normal each row is among the training points, (n_samples,): the higher, the more normal."""
+        check_is_fitted(self)
+        return self._score(validate_data(self, X, dtype=np.float64, reset=False))
+
+    def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:
+        """`score_samples` − `offset_`: negative for outliers."""
+        return self.score_samples(X) - self.offset_
+
+    def predict(self, X: ArrayLike) -> NDArray[np.int64]:
+        """1 for inliers, −1 for outliers."""
+        return np.where(self.decision_function(X) < 0, -1, 1)
+
+    def _score(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        queries, points = torch.tensor(rows)[None], torch.tensor(self._points)[None]
+        k = self.n_neighbors_
+        if self.kernel is None:
+            nominees = neighbors_of(queries, points, k=k + 1, first=None)
+            curvature = scores(queries, points, neighbors=_without_twin(queries, points, nominees))
+        else:
+            width = torch.tensor(self._width)
+            nominees = kernel_neighbors(queries, points, k=k + 1, kernel=self.kernel, width=width, first=None)
+            neighbors = _without_twin(queries, points, nominees)
+            curvature = kernel_scores(queries, points, kernel=self.kernel, width=width, neighbors=neighbors)
+        return (curvature if self.kernel in SHIFT_INVARIANT else -curvature)[0].numpy()
+
+    def _check_parameters(self) -> None:
+        if not isinstance(self.n_neighbors, Integral) or self.n_neighbors < 2:
+            raise ValueError(f"n_neighbors={self.n_neighbors!r} has no pair of neighbours: use an integer of 2 or more")
+        share = self.contamination
+        if share != "auto" and not (isinstance(share, Real) and 0 < share <= 0.5):
+            raise ValueError(f"contamination={share!r} is no share of outliers: use 'auto' or a number in (0, 0.5]")
+        if self.kernel is not None:
+            resolve(self.kernel)
+
+
+def _without_twin(queries: Tensor, points: Tensor, nominees: Tensor) -> Tensor:
+    """The k of k+1 nominees (1, b, k+1) left when one that equals its query, or else the last, is struck out."""
+    equal = (points[0, nominees[0]] == queries[0, :, None]).all(-1)  # (b, k+1)
+    last = nominees.shape[-1] - 1
+    out = torch.where(equal.any(1), equal.int().argmax(1), last)
+    keep = torch.arange(last)
+    return nominees.gather(2, (keep + (keep >= out[:, None]))[None])

@@ -1,0 +1,78 @@
+"""The hand-written kernels against geometry.py: in Triton's interpreter anywhere, on the device where there is one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from curvssl.geometry import kernel_scores, neighbors_of, scores
+from curvssl.kernels import kernel_width
+
+CASES = [(256, 128, 10), (100, 20, 5), (37, 3, 16), (11, 5, 10)]
+
+COMPARE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_fused import compare
+for n, d, k in ((21, 18, 10), (7, 3, 4)):
+    compare(n, d, k, device="cpu")
+"""
+
+
+def compare(n: int, d: int, k: int, *, device: str) -> None:
+    """Scores, neighbours and gradients of float32 kernels against geometry.py in float64."""
+    from curvssl import fused
+
+    generator = torch.Generator().manual_seed(n)
+    x = (torch.randn(2, n, d, generator=generator) + 3).to(device).requires_grad_()
+    g = torch.randn(2, n, generator=generator).to(device)
+    exact = x.detach().double().requires_grad_()
+    neighbors = neighbors_of(exact, exact, k=k)
+    assert fused.select_and_score(x.detach(), k)[1].equal(neighbors.int())
+
+    width = kernel_width(exact, kernel="rbf", gamma="median")
+    pairs = [
+        (fused.curvature(x, k=k), scores(exact, exact, neighbors=neighbors)),
+        (
+            fused.rbf_curvature(x, k=k, width=width.float()),
+            kernel_scores(exact, exact, kernel="rbf", width=width, neighbors=neighbors),
+        ),
+    ]
+    for ours, oracle in pairs:
+        torch.testing.assert_close(ours.double(), oracle, rtol=1e-5, atol=1e-5)
+        (mine,) = torch.autograd.grad(ours, x, g)
+        (theirs,) = torch.autograd.grad(oracle, exact, g.double())
+        assert float((mine - theirs).norm() / theirs.norm()) < 1e-5
+
+
+def test_kernels_equal_the_plain_geometry_in_tritons_interpreter() -> None:
+    pytest.importorskip("triton", reason="the kernels are written in Triton, which this platform does not have")
+    here = __file__.rpartition("/")[0]
+    # The interpreter is chosen when triton is imported, so it needs a process of its own.
+    done = subprocess.run(
+        [sys.executable, "-c", COMPARE, here],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "d", "k"), [*CASES, (1024, 64, 10), (256, 2048, 10)])
+def test_kernels_equal_the_plain_geometry_on_the_device(n: int, d: int, k: int) -> None:
+    compare(n, d, k, device="cuda")
+
+
+@pytest.mark.gpu
+def test_zero_edges_contribute_nothing_and_have_a_zero_gradient() -> None:
+    from curvssl import fused
+
+    x = torch.ones(2, 32, 8, device="cuda", requires_grad=True)
+    score = fused.curvature(x, k=10)
+    (gradient,) = torch.autograd.grad(score.sum(), x)
+    assert score.eq(0).all()
+    assert gradient.eq(0).all()
