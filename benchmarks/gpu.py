@@ -9,6 +9,7 @@ in parallel processes; these wait for each other, and then each is timed with th
 import argparse
 import json
 import multiprocessing as mp
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +23,6 @@ IMAGES = 50_000  # as many as CIFAR-10 has, of random pixels: neither side's wor
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 FLOPS = {"imagenet": 0.217e9, "small": 3.329e9}  # forward + backward of ResNet-18 per 32×32 view
 METHODS = ("barlow-twins", "vicreg", "curvssl", "kernel-curvssl")
-STEPS = [(stem, b, method) for b in (256, 1024) for stem in FLOPS for method in METHODS]
 
 
 def images(n: int = IMAGES) -> Tensor:
@@ -93,6 +93,9 @@ def step_worker(case: tuple[str, int, str], ready: Any, turn: Any, answers: Any)
             if n == 0:
                 result["seconds_to_first_step"] = time.perf_counter() - started
         result["mode"] = step.mode
+    except Exception as error:
+        answers.put(result | {"error": f"{type(error).__name__}: {error}"})
+        raise
     finally:
         ready.wait()
     with turn:
@@ -104,6 +107,7 @@ def step_worker(case: tuple[str, int, str], ready: Any, turn: Any, answers: Any)
 
 def steps(cases: list[tuple[str, int, str]]) -> list[dict[str, Any]]:
     context = mp.get_context("spawn")
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"  # there are many compilers already
     answers, turn = context.Queue(), context.Lock()
     ready = context.Barrier(len(cases))
     workers = [context.Process(target=step_worker, args=(case, ready, turn, answers)) for case in cases]
@@ -112,6 +116,8 @@ def steps(cases: list[tuple[str, int, str]]) -> list[dict[str, Any]]:
     found = [answers.get(timeout=600) for _ in workers]
     for worker in workers:
         worker.join()
+    if broken := [r for r in found if "error" in r]:
+        raise RuntimeError(f"steps failed: {broken}")
     return sorted(found, key=lambda r: cases.index((r["stem"], r["batch"], r["method"])))
 
 
@@ -298,6 +304,7 @@ def table(found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/gpu.json"))
+    parser.add_argument("--batches", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--workers", type=int, default=16, help="loader workers of the peers")
     options = parser.parse_args()
     from curvssl.rundir import provenance
@@ -310,7 +317,7 @@ def main() -> None:
     found["large_batch"] = large_batch(found["ceilings"])
     found["augmentation"] = augmentation()
     torch.cuda.empty_cache()
-    found["steps"] = steps(STEPS)
+    found["steps"] = steps([(stem, b, method) for b in options.batches for stem in FLOPS for method in METHODS])
     found["provenance"] = provenance(device=found["device"])
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -122,9 +122,10 @@ def neighbors_of(queries: Tensor, points: Tensor, *, k: int, first: int | None =
 
 def scores(queries: Tensor, points: Tensor, *, neighbors: Tensor) -> Tensor:
     """Eq. (6) for v sets: (v, b, d), (v, n, d), (v, b, k) → (v, b)."""
-    u = unit(_edges(queries, points, neighbors))  # (v, b, k, d)
-    # Σ_{a<b}⟨u_a,u_b⟩ = (‖Σu‖² − Σ‖u‖²)/2 is O(kd) per point; the Gram matrix is O(k²d).
-    return (u.sum(2).square().sum(-1) - u.square().sum((2, 3))) / 2
+    edges = _edges(queries, points, neighbors)  # (v, b, k, d)
+    inverse = inverse_root(edges.square().sum(-1, keepdim=True))
+    # Σ_{a<b}⟨u_a,u_b⟩ = (‖Σu‖² − Σ‖u‖²)/2 is O(kd) per point, the Gram matrix O(k²d); ‖u‖² is 1, or 0 for a zero edge.
+    return ((edges * inverse).sum(2).square().sum(-1) - (inverse > 0).sum((2, 3))) / 2
 
 
 def kernel_neighbors(

@@ -10,7 +10,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def snippets() -> list[object]:
-    found = []
+    found: list[object] = []
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = page.read_text() if page.exists() else ""
         for block in BLOCK.finditer(text):

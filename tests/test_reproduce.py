@@ -1,0 +1,108 @@
+"""The reproduction: studies, cells that are not run twice, tables from the JSON alone."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+from curvssl import reproduce
+from curvssl.cli import main
+from curvssl.config import PretrainConfig, UserError, demo, paper_cifar10, paper_mnist
+
+
+def tiny() -> reproduce.Study:
+    preset = dataclasses.replace(demo(), epochs=1, warmup_epochs=0, image_size=8, batch_size=256, monitor_every=0)
+    return reproduce.cells(preset, methods=("barlow-twins", "curvssl"), seeds=(0,))
+
+
+def write_cell(results: Path, cell: str, config: PretrainConfig, accuracy: float) -> None:
+    probes = {name: {"mean": accuracy} for name in ("linear", "mlp", "knn")}
+    found = {"config": config.to_dict(), "probes": probes, "seconds_with_probes": 60.0}
+    path = results / f"{cell}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found))
+
+
+def test_the_faithful_study_is_the_papers_eight_cells_with_three_seeds_each():
+    study = reproduce.faithful()
+    assert len(study) == 4 * 2 * 3
+    assert {(c.dataset, c.method) for c in study.values()} == set(reproduce.PAPER)
+    presets = {"mnist": paper_mnist(), "cifar10": paper_cifar10()}
+    for config in study.values():
+        assert dataclasses.replace(presets[config.dataset], method=config.method, seed=config.seed) == config
+
+
+def test_the_literal_study_departs_from_the_faithful_one_by_its_warm_up_alone():
+    for ours, words in zip(reproduce.faithful().values(), reproduce.literal().values(), strict=True):
+        assert words.warmup_epochs == 0
+        assert dataclasses.replace(words, warmup_epochs=ours.warmup_epochs) == ours
+
+
+def test_the_alpha_study_varies_the_weight_and_nothing_else():
+    weights = {}
+    for config in reproduce.alpha().values():
+        same = dataclasses.replace(config, method="curvssl", seed=0, alpha_curv=1.0)
+        assert same == dataclasses.replace(paper_cifar10(), epochs=100, method="curvssl")
+        weights.setdefault(config.method, set()).add(config.alpha_curv)
+    assert weights["curvssl"] == weights["kernel-curvssl"] == {1, 10, 100}
+
+
+def test_a_study_is_run_once_and_its_cells_say_where_they_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(reproduce.STUDIES, "tiny", tiny)
+    where = {"results": tmp_path / "results", "runs": tmp_path / "runs"}
+    assert reproduce.run_study("tiny", only="barlow", **where) == ["digits-barlow-twins-seed0"]
+    assert "1 of 2 cells" in reproduce.status("tiny", results=where["results"])
+    assert "missing: digits-curvssl-seed0" in reproduce.status("tiny", results=where["results"])
+    assert reproduce.run_study("tiny", only="barlow", **where) == []
+
+    found = json.loads((tmp_path / "results/tiny/digits-barlow-twins-seed0.json").read_text())
+    assert PretrainConfig.from_dict(found["config"]) == tiny()["digits-barlow-twins-seed0"]
+    assert set(found["probes"]) == {"linear", "mlp", "knn"}
+    assert {"commit", "versions", "device", "command", "data_sha256", "seconds"} <= set(found["provenance"])
+    assert found["curves"][-1]["epoch"] == 1
+
+
+def test_shares_divide_the_cells_whatever_is_done_already(tmp_path: Path):
+    study = reproduce.faithful()
+    done = list(study)[4]
+    write_cell(tmp_path / "faithful", done, study[done], 50.0)
+    shares = [reproduce.to_do("faithful", results=tmp_path, share=f"{i}/3") for i in (1, 2, 3)]
+    assert sorted(shares[0] + shares[1] + shares[2]) == sorted(set(study) - {done})
+    assert reproduce.to_do("faithful", results=tmp_path, only="mnist-vicreg") == [
+        f"mnist-vicreg-seed{s}" for s in range(3)
+    ]
+    for share in ("0/3", "4/3", "2", "a/b"):
+        with pytest.raises(UserError, match="write 2/4"):
+            reproduce.to_do("faithful", results=tmp_path, share=share)
+
+
+def test_the_table_has_the_papers_number_the_spread_over_seeds_and_the_paired_difference(tmp_path: Path):
+    accuracies = {"barlow-twins": (70.0, 72.0, 71.0), "curvssl": (71.0, 72.5, 72.0)}
+    for name, config in reproduce.faithful().items():
+        if config.dataset == "cifar10" and config.method in accuracies:
+            write_cell(tmp_path / "faithful", name, config, accuracies[config.method][config.seed])
+    header, rows = reproduce.study_rows("faithful", results=tmp_path)
+    ours = dict(zip(header, rows[1], strict=True))
+    assert ours[""] == "cifar10, CurvSSL"
+    assert ours["paper"] == "75.1"
+    assert ours["mlp (the paper's)"] == "71.8 ± 0.8"
+    low, high = stats.t.interval(0.95, 2, loc=2.5 / 3, scale=stats.sem((1.0, 0.5, 1.0)))
+    assert ours["over Barlow Twins"] == f"+0.8 ({low:+.1f} … {high:+.1f})"
+
+
+@pytest.mark.parametrize("freedom", reproduce.STUDENT)
+def test_students_t_is_scipys(freedom: int):
+    assert reproduce.STUDENT[freedom] == pytest.approx(stats.t.ppf(0.975, freedom), abs=5e-4)
+
+
+def test_the_command_prints_status_and_table_without_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    main(["reproduce", "--status", "--results", str(tmp_path)])
+    assert "faithful: 0 of 24 cells" in capsys.readouterr().out
+    main(["reproduce", "--table", "--study", "alpha", "--results", str(tmp_path)])
+    assert "no results yet" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        main(["reproduce", "--study", "fatihful", "--status"])
+    assert stopped.value.code == 2
+    assert "did you mean 'faithful'" in capsys.readouterr().err

@@ -1,0 +1,172 @@
+"""One step of training: two views in one pass, and the same training however it is run."""
+
+import copy
+import dataclasses
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from curvssl import losses
+from curvssl.augment import Augment
+from curvssl.config import demo
+from curvssl.data import load
+from curvssl.models import Net, make_net, per_view
+from curvssl.step import Step, make_optimizer
+from curvssl.train import Stopped, make_criterion, pretrain
+
+BATCH = 64
+
+
+def small_net() -> Net:
+    shape = {"channels": 3, "size": 16, "width": 32, "depth": 2, "d_z": 16, "norm": True, "seed": 0}
+    return make_net(encoder="resnet-mini", stem="small", **shape)
+
+
+def make_step(method: str, mode: str, device: torch.device, *, optimizer: str = "adam") -> Step:
+    net = small_net().to(device)
+    data = load("digits")
+    settings = {"lr": 1e-3, "weight_decay": 1e-4, "momentum": 0.9, "device": device, "mode": mode}
+    return Step(
+        net=net,
+        criterion=make_criterion(dataclasses.replace(demo(), method=method, d_z=16)),
+        augment=Augment(size=16, mean=data.mean, std=data.std, **vars(demo().augment)).to(device),
+        optimizer=make_optimizer(net, name=optimizer, **settings),
+        images=data.train.images.to(device),
+        device=device,
+        bf16=False,
+        mode=mode,
+    )
+
+
+def take(step: Step, steps: int) -> None:
+    """Some steps, each with its own images, numbers and learning rate."""
+    for s in range(steps):
+        numbers = torch.Generator().manual_seed(s)
+        rows = torch.randperm(1437, generator=numbers)[:BATCH].to(step.device)
+        u = torch.rand(2, BATCH, step.augment.draws, generator=numbers).to(step.device)
+        step(rows, u, 1e-3 * (s + 1) / steps)
+
+
+def test_two_views_in_one_pass_are_what_two_passes_would_be():
+    apart = small_net().double()
+    together = copy.deepcopy(apart)
+    per_view(together)
+    views = torch.randn(2 * 9, 3, 16, 16, dtype=torch.float64)
+    torch.testing.assert_close(together(views), torch.cat([apart(view) for view in views.chunk(2)]))
+    for name, value in apart.state_dict().items():  # running means and variances too
+        torch.testing.assert_close(together.state_dict()[name], value)
+    torch.testing.assert_close(together.eval()(views), apart.eval()(views))
+
+
+def test_a_batchnorm_with_its_own_forward_keeps_it():
+    timm = pytest.importorskip("timm.layers")
+    layer = timm.BatchNormAct2d(4)
+    together = copy.deepcopy(layer)
+    per_view(together)
+    x = torch.randn(6, 4, 5, 5)
+    torch.testing.assert_close(together(x), torch.cat([layer(view) for view in x.chunk(2)]))
+
+
+def test_a_step_is_the_textbook_step():
+    """Loss by hand from the same views, gradient by autograd, Adam by torch."""
+    step = make_step("barlow-twins", "eager", torch.device("cpu"))
+    oracle = small_net()
+    optimizer = torch.optim.Adam(oracle.parameters(), lr=1e-3, weight_decay=1e-4)
+    rows, u = torch.arange(BATCH), torch.rand(2, BATCH, step.augment.draws, generator=torch.Generator().manual_seed(0))
+    step(rows, u, 1e-3)
+    images = load("digits").train.images[rows]
+    z0, z1 = (oracle(step.augment(images, numbers)) for numbers in u)
+    loss = losses.BarlowTwinsLoss(lambda_emb=demo().lambda_emb)(z0, z1)
+    loss.backward()
+    optimizer.step()
+    assert step.means()["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    norm = nn.utils.get_total_norm([p.grad for p in oracle.parameters()])
+    assert step.gradient_norm() == pytest.approx(float(norm), rel=1e-4)
+    for ours, theirs in zip(step.net.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)  # a tenth of a step
+
+
+def test_means_are_those_of_the_steps_since_the_last_reset():
+    step = make_step("vicreg", "eager", torch.device("cpu"))
+    take(step, 1)
+    first = step.means()["loss"]
+    step.reset()
+    take(step, 2)
+    both = step.means()["loss"]
+    assert both != first
+    again = make_step("vicreg", "eager", torch.device("cpu"))
+    take(again, 1)
+    assert again.means()["loss"] == first
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("method", ["barlow-twins", "kernel-curvssl", "curvssl", "vicreg"])
+def test_compiled_and_captured_steps_train_as_eager_ones_do(method: str):
+    device = torch.device("cuda")
+    eager = make_step(method, "eager", device)
+    take(eager, 10)
+    for mode in ("compiled", "captured") if method == "curvssl" else ("captured",):
+        step = make_step(method, mode, device)
+        take(step, 10)
+        assert step.mode == mode
+        for name, value in eager.means().items():
+            assert step.means()[name] == pytest.approx(value, rel=2e-2, abs=1e-3), (mode, name)
+        for ours, theirs in zip(step.net.parameters(), eager.net.parameters(), strict=True):
+            # Adam turns the rounding of a gradient near zero into a whole step, so single weights may part.
+            assert float((ours - theirs).norm()) <= 0.05 * float(theirs.norm()) + 0.02
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+def test_a_captured_step_waits_for_nothing():
+    step = make_step("curvssl", "captured", torch.device("cuda"))
+    take(step, 5)
+    rows = torch.arange(BATCH, device="cuda")
+    u = torch.rand(2, BATCH, step.augment.draws, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            step(rows, u, 1e-3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+def test_what_cannot_be_captured_goes_on_compiled_with_one_line(capfd: pytest.CaptureFixture[str]):
+    class Asks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * (1.0 if float(x.detach().sum()) > 0 else 2.0)  # a question to the host
+
+    step = make_step("barlow-twins", "captured", torch.device("cuda"))
+    step.net.projector.append(Asks())
+    take(step, 6)
+    assert step.mode == "compiled"
+    said = [line for line in capfd.readouterr().err.splitlines() if "cannot be captured" in line]
+    assert len(said) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+def test_a_captured_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path):
+    config = dataclasses.replace(demo(), epochs=3, device="cuda", step="captured", precision="fp32", monitor_every=1)
+    whole = pretrain(config, out=tmp_path / "whole", progress=False)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    from curvssl import train
+
+    real = train.watch.alarm
+    try:
+        train.watch.alarm = lambda row, **_: signal.raise_signal(signal.SIGTERM) if row["epoch"] == 1 else None
+        with pytest.raises(Stopped):
+            pretrain(config, out=tmp_path / "stopped", progress=False)
+    finally:
+        train.watch.alarm = real
+    resumed = pretrain(config, out=tmp_path / "stopped", progress=False)
+    for ours, theirs in zip(resumed.metrics(), whole.metrics(), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-2)
+        assert ours["lr"] == theirs["lr"]
+        assert "knn" in ours
