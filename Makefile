@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint lint-js clean
 
 demo: .venv/.demo
 	$(BIN)/curvssl demo
@@ -15,6 +15,12 @@ lint: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The page's scripts: linted, and typed by their JSDoc. Needs npm.
+lint-js:
+	npx --yes --package eslint@10.14.0 eslint curvssl/report*.js
+	npx --yes --package typescript@7.0.2 tsc --noEmit --allowJs --checkJs --strict --target es2022 \
+		--lib es2022,dom,dom.iterable curvssl/report*.js
 
 # Versions are pinned in constraints.txt; a stamp file remembers that the installation is done.
 .venv/.demo: pyproject.toml constraints.txt

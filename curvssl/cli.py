@@ -2,17 +2,19 @@
 
 import contextlib
 import io
+import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
+from tyro.conf import Positional
 
 from curvssl.config import PRESETS, PretrainConfig, UserError, unknown
 
-Positional = tyro.conf.Positional
 TITLE = "Self-supervised learning by curvature alignment. `curvssl demo` shows the whole of it in two minutes."
 
 
@@ -29,13 +31,24 @@ def main(arguments: list[str] | None = None) -> None:
         fail(f"this command needs {error.name}: pip install 'curvssl[train]'")
     except KeyboardInterrupt as stopped:
         number = getattr(stopped, "number", 2)
-        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        if speaks():
+            print("\nstopped; the same command goes on from here", file=sys.stderr)
         sys.exit(128 + number)
     except BrokenPipeError:
         sys.exit(1)
+    except OSError as error:
+        fail(f"{error.filename or 'the system'}: {error.strerror or error}")
+
+
+def speaks() -> bool:
+    """Under torchrun, rank 0 speaks for all."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def fail(line: str) -> None:
+    if not speaks():
+        time.sleep(2)  # if rank 0 has the same to say, torchrun ends the other ranks before they say it again
+        line = f"rank {os.environ['RANK']}: {line}"
     print(f"curvssl: {line}", file=sys.stderr)
     sys.exit(2)
 
@@ -56,8 +69,10 @@ def _parse(arguments: list[str]) -> None:
 
 def one_line(box: str) -> str:
     """tyro's boxed message as one line: what was not understood, and the nearest thing that would be."""
-    lines = [re.sub(r"[╭╮╰╯│─]+", " ", line).strip() for line in box.splitlines()]
-    text = re.sub(r"\s+", " ", " ".join(filter(None, lines[1:]))).split(" For full helptext")[0]
+    lines = [re.sub(r"[╭╮╰╯│─]+|-{5,}", " ", line).strip() for line in box.splitlines()]
+    text = re.sub(r"\s+", " ", " ".join(filter(None, lines[1:])))
+    text = re.split(r" For full helptext| Argument helptext", text)[0]
+    text = re.sub(r"^Error parsing __tyro\S+: ", "", text)
     if words := re.fullmatch(r"Unrecognized options: (\S+) Available subcommands: (.+)", text):
         return str(unknown("command", words[1], words[2].split(", ")))
     if words := re.match(r"Unrecognized options: ([^,]+).*? Perhaps you meant: (--[\w.-]+)", text):
@@ -81,19 +96,19 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
         raise unknown("preset", preset, PRESETS)
     defaults = PRESETS[preset]() if preset else PretrainConfig()
 
-    def demo(out: Path = Path("runs/demo"), epochs: int = 20, maps: bool = True) -> Callable[[], None]:
+    def demo(out: Path = Path("runs/demo"), epochs: int = 20, pictures: bool = True) -> Callable[[], None]:
         """All four objectives on scikit-learn's digits: pretrained, probed, drawn, in one table.
 
         Args:
             out: folder of the four runs.
             epochs: passes over the digits for each method.
-            maps: draw UMAP pictures.
+            pictures: draw UMAP maps and write the page report.html.
         """
 
         def go() -> None:
             from curvssl.demo import run_demo
 
-            run_demo(out, epochs=epochs, maps=maps)
+            run_demo(out, epochs=epochs, pictures=pictures)
 
         return go
 
@@ -115,9 +130,12 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
             from curvssl.train import pretrain
 
             run = pretrain(config, out=out, source=source)
+            if not speaks():
+                return
             last = run.metrics()[-1]
             knn = f", kNN {last['knn']:.1f} %" if "knn" in last else ""
-            print(f"{run.path}: {last['epoch']} epochs, loss {last['loss']:.4g}{knn}; next: curvssl probe {run.path}")
+            after = "probe" if run.read_json("data.json").get("classes") else "map"
+            print(f"{run.path}: {last['epoch']} epochs, loss {last['loss']:.4g}{knn}; next: curvssl {after} {run.path}")
 
         return go
 
@@ -139,7 +157,8 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
             here = Run.read(run)
             found = probe(here, source=source, seeds=range(seeds), floors=floors)
             rows = {name: found.pop(name) for name in ("raw pixels", "random encoder") if name in found}
-            print(table(("", *PROBES), probe_rows(rows | {NAMES[here.config.method]: found})))
+            if speaks():
+                print(table(("", *PROBES), probe_rows(rows | {NAMES[here.config.method]: found})))
 
         return go
 
@@ -182,7 +201,26 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
             from curvssl.rundir import Run
 
             found = embed(Run.read(run), images, out=out)
+            if not speaks():
+                return
             print(f"{out}: h {tuple(found.h.shape)}" + (f", z {tuple(found.z.shape)}" if found.z is not None else ""))
+
+        return go
+
+    def pack(folder: Positional[Path], out: Positional[Path], image_size: int = 224) -> Callable[[], None]:
+        """Decode a folder of images once, to one array that --dataset array:OUT reads without decoding.
+
+        Args:
+            folder: where the images are; one subfolder a class, or any other layout without labels.
+            out: the .npy to write; labels go beside it.
+            image_size: of the largest views that will be made; the squares are 1.15 times as large.
+        """
+
+        def go() -> None:
+            from curvssl.pack import pack
+
+            path, shape = pack(folder, out, size=image_size)
+            print(f"{path}: {shape[0]:,} images of {'×'.join(str(n) for n in shape[1:])}; use --dataset array:{path}")
 
         return go
 
@@ -195,8 +233,10 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
         """
 
         def go() -> None:
-            from curvssl.data import load
+            from curvssl.data import DATASETS, load
 
+            if not names:
+                raise UserError(f"no data set was given: curvssl data NAME…, known: {', '.join(DATASETS)}")
             for name in names:
                 d = load(name, source=source)
                 shape = "×".join(str(n) for n in d.train.images.shape[1:])
@@ -224,5 +264,73 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
 
         return go
 
-    found = [demo, pretrain, probe, map, embed, data, compare]
-    return {function.__name__: function for function in found}
+    def report(
+        runs: Positional[tuple[Path, ...]], out: Path = Path("report.html"), source: str = "auto"
+    ) -> Callable[[], None]:
+        """One self-contained page about one or more runs: map, numbers, geometry, provenance. Opens without a server.
+
+        Args:
+            runs: run directories.
+            out: the page to write.
+            source: where a data set is fetched from.
+        """
+
+        def go() -> None:
+            from curvssl.report import report
+
+            if not runs:
+                raise UserError("no run directory was given: curvssl report RUN…")
+            print(report(runs, out, source=source))
+
+        return go
+
+    def reproduce(
+        study: str = "faithful",
+        status: bool = False,
+        table: bool = False,
+        minutes: float | None = None,
+        share: str = "1/1",
+        only: str = "",
+        results: Path = Path("results"),
+        runs: Path = Path("runs"),
+        source: str = "auto",
+    ) -> Callable[[], None]:
+        """The paper's table, run again, cell by cell; what has a result already is not run again.
+
+        Args:
+            study: faithful (the presets), literal (the paper's words alone) or alpha (the weight of the term).
+            status: only say what is done and what is missing.
+            table: only print the table of what is there.
+            minutes: stop after this long; the same command goes on later.
+            share: 2/4 takes every fourth cell from the second on, to divide a study between processes.
+            only: only cells whose name contains this.
+            results: where the JSON of each cell goes, one folder a study.
+            runs: where the runs lie.
+            source: where a data set is fetched from.
+        """
+
+        def go() -> None:
+            from curvssl import reproduce
+
+            if not (status or table):
+                reproduce.run_study(
+                    study, results=results, runs=runs, minutes=minutes, share=share, only=only, source=source
+                )
+            print(reproduce.status(study, results=results))
+            if not status:
+                print(reproduce.study_table(study, results=results))
+
+        return go
+
+    return {
+        "demo": demo,
+        "pretrain": pretrain,
+        "probe": probe,
+        "map": map,
+        "report": report,
+        "embed": embed,
+        "pack": pack,
+        "data": data,
+        "compare": compare,
+        "reproduce": reproduce,
+    }

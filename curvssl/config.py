@@ -8,7 +8,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 
 class UserError(ValueError):
@@ -26,6 +26,7 @@ def unknown(what: str, name: object, known: Iterable[str]) -> UserError:
 CHOICES = {
     "method": ("barlow-twins", "vicreg", "curvssl", "kernel-curvssl"),
     "stem": ("imagenet", "small"),
+    "kernel": ("rbf", "laplacian", "linear", "polynomial", "cosine"),
     "optimizer": ("adam", "sgd", "lars"),
     "schedule": ("constant", "cosine"),
     "precision": ("auto", "fp32", "bf16"),
@@ -88,7 +89,7 @@ class PretrainConfig:
     lambda_curv: float = 1.0  # weight of M's off-diagonal in L_curv
     alpha_curv: float = 1.0  # weight of L_curv; 0 is Barlow Twins
     kernel: str = "rbf"  # rbf, laplacian, linear, polynomial or cosine
-    gamma: float | Literal["median", "scale", "auto"] = "median"  # width of the kernel
+    gamma: float | str = "median"  # width of the kernel: a number, median, scale or auto
     eps: float = 1e-5  # added to standard deviations
     invariance: float = 25.0  # VICReg's three weights
     variance: float = 25.0

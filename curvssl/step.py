@@ -7,6 +7,7 @@ learning rate), so nothing in it waits for the host and a captured step can be r
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ class Step:
         if mode != "eager":
             keep_compile_cache()
             # Many kernels of a small network last a few µs: launched side by side as one, they cost a fifth less.
-            options = {"combo_kernels": True} if device.type == "cuda" else None
+            options: dict[str, Any] | None = {"combo_kernels": True} if device.type == "cuda" else None
             self._loss = torch.compile(self.loss, dynamic=False, options=options)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._static: tuple[Tensor, Tensor] | None = None

@@ -1,7 +1,8 @@
 """Pretraining: the loop, in plain sight.
 
 Step s of a run is decided by the seed and s alone: the order of the images comes from (seed, epoch), the uniform
-numbers of the views from (seed, s). So a run that goes on from a checkpoint sees what it would have seen anyway.
+numbers of the views from (seed, s). So a run that goes on from a checkpoint sees what it would have seen anyway, and
+W ranks, each with its W-th part of every batch, see together what one process would.
 """
 
 import math
@@ -9,20 +10,22 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvssl import losses, watch
+from curvssl import distributed, losses, stream, watch
 from curvssl.augment import Augment
 from curvssl.config import PretrainConfig, UserError
-from curvssl.data import Dataset, load
-from curvssl.rundir import Run, provenance, write_json
-from curvssl.step import Step, make_optimizer
+from curvssl.data import Dataset, describe, load_on_ranks
+from curvssl.features import readable
+from curvssl.folders import write_bad_images
+from curvssl.rundir import Run, lock, provenance, write_json
+from curvssl.step import Step, keep_compile_cache, make_optimizer
 
 
 class Stopped(KeyboardInterrupt):
@@ -37,10 +40,15 @@ def pretrain(
     config: PretrainConfig, *, out: str | Path | None = None, source: str = "auto", progress: bool = True
 ) -> Run:
     """Train until the run is finished, from its last checkpoint if it has one; the run directory holds the result."""
-    run = Run.create(out or default_out(config), config)
-    with run.lock():
-        if not run.finished:
-            _train(run, load(config.dataset, source=source), progress=progress)
+    path = Path(out or default_out(config))
+    # Only rank 0 writes, and only rank 0 needs to see the run directory.
+    with distributed.ranks(pick_device(config.device)) as device:
+        main = distributed.is_main()
+        with lock(path) if main else nullcontext():
+            run = Run.create(path, config) if main else Run(path, config)
+            if not distributed.from_main(run.finished):
+                data = load_on_ranks(config.dataset, source=source, size=config.image_size)
+                _train(run, data, device=device, progress=progress and main)
     return run
 
 
@@ -49,10 +57,14 @@ def default_out(config: PretrainConfig) -> Path:
     return Path("runs") / f"{name}-{config.method}-seed{config.seed}"
 
 
-def _train(run: Run, data: Dataset, *, progress: bool) -> None:
-    config = run.config
-    device = pick_device(config.device)
+def _train(run: Run, data: Dataset, *, device: torch.device, progress: bool) -> None:
+    config, main, ranks = run.config, distributed.is_main(), distributed.world_size()
     mode = pick_mode(config.step, device=device, optimizer=config.optimizer)
+    if config.batch_size % ranks:
+        raise UserError(
+            f"--batch-size {config.batch_size} is the global batch, and {ranks} ranks cannot share it evenly: use "
+            f"{config.batch_size // ranks * ranks or ranks} or {(config.batch_size // ranks + 1) * ranks}"
+        )
     fit, held = hold_out(len(data.train.images), share=config.holdout, seed=config.seed)
     steps_per_epoch = len(fit) // config.batch_size
     if steps_per_epoch == 0:
@@ -66,6 +78,8 @@ def _train(run: Run, data: Dataset, *, progress: bool) -> None:
     if device.type == "cuda":
         net = net.to(memory_format=torch.channels_last)
         torch.backends.cudnn.benchmark = True
+    if ranks > 1:
+        distributed.synchronise(net, device=device)
     optimizer = make_optimizer(
         net,
         name=config.optimizer,
@@ -77,31 +91,41 @@ def _train(run: Run, data: Dataset, *, progress: bool) -> None:
     )
     criterion = make_criterion(config)
     augment = Augment(size=config.image_size, mean=data.mean, std=data.std, **vars(config.augment)).to(device)
+    fits = not distributed.any_rank(not stream.fits(data.train.images, device=device))
+    images = stream.resident(data.train.images, device=device) if fits else None
+    if ranks > 1 and mode == "compiled":
+        keep_compile_cache()
+        # The loss waits for the other ranks in its middle, so the step is compiled in two parts.
+        net.compile(dynamic=False)
+        augment.compile(dynamic=False)
     step = Step(
-        net=net,
+        net=net if ranks == 1 else distributed.averaged(net, device=device),
         criterion=criterion,
         augment=augment,
         optimizer=optimizer,
-        images=data.train.images[fit].to(device),
+        images=images,
         device=device,
         bf16=config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda"),
-        mode=mode,
+        mode=mode if ranks == 1 else "eager",
     )
 
     done, seconds = 0, 0.0
-    if state := run.load_checkpoint():
+    if state := distributed.from_main(run.load_checkpoint() if main else None):
         done, seconds = state["step"], state["seconds"]
         net.load_state_dict(state["net"])
         groups = optimizer.state_dict()["param_groups"]  # this process's: the device may be another
         optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
         step.sums, step.count = state["sums"].to(device), state["count"]
-    run.rewind_metrics(done)
     facts = provenance(device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
     facts |= {"data_sha256": data.sha256, "images": len(fit), "images_per_epoch": steps_per_epoch * config.batch_size}
-    write_json(run.path / "provenance.json", facts)
+    facts |= {"ranks": ranks, "images_in_memory": images is not None}
+    if main:
+        keep_description(run, data, new=done == 0)
+        run.rewind_metrics(done)
+        write_json(run.path / "provenance.json", facts)
 
     def save(seconds: float) -> None:
-        if not bool(step.sums.isfinite().all()):
+        if not all(bool(t.isfinite().all()) for t in (step.sums, *net.parameters())):
             return  # a checkpoint with a broken loss would only be broken again
         run.save_checkpoint(
             {
@@ -119,14 +143,21 @@ def _train(run: Run, data: Dataset, *, progress: bool) -> None:
     warned: set[str] = set()
     started = saved = shown = epoch_started = time.monotonic()
     epoch_first = done
-    with stopping() as signals, progress_bar(last, done, hidden=not progress, title=run.path.name) as show:
-        for s, batch in enumerate(batches(len(fit), config, first=done, last=last, device=device), done):
+    mine = distributed.shares(config.batch_size)[distributed.rank()]
+    place = torch.device("cpu") if images is None else device
+    fit_there = fit.to(place)
+    rows = (fit_there[batch[mine]] for batch in batches(len(fit), config, first=done, last=last, device=place))
+    inputs = stream.stream(data.train.images, rows, device=device) if images is None else rows
+    bar = progress_bar(last, done, hidden=not progress, title=run.path.name)
+    charts = tensorboard(run.path, done=done) if main else nullcontext(lambda row: None)
+    with stopping() as signals, bar as show, charts as chart:
+        for s, batch in enumerate(inputs, done):
             numbers.manual_seed(mix(config.seed, s))
-            u = torch.rand(2, len(batch), augment.draws, generator=numbers, device=device)
+            u = torch.rand(2, config.batch_size, augment.draws, generator=numbers, device=device)[:, mine]
             lr = learning_rate(s, config, steps_per_epoch=steps_per_epoch)
             step(batch, u, lr)
             done = s + 1
-            if time.monotonic() - shown >= 1 or done == last:
+            if main and (time.monotonic() - shown >= 1 or done == last):
                 show(done, step.means()["loss"], 2 * config.batch_size * (done - epoch_first), epoch_started)
                 shown = time.monotonic()
             if done % steps_per_epoch == 0:
@@ -134,20 +165,26 @@ def _train(run: Run, data: Dataset, *, progress: bool) -> None:
                 views, took = 2 * config.batch_size * (done - epoch_first), time.monotonic() - epoch_started
                 row |= watch.geometry_of(*step.z, criterion=criterion, k=config.k)
                 row |= {"grad_norm": step.gradient_norm(), "lr": lr, "views_per_s": views / took}
-                if config.monitor_every and (row["epoch"] % config.monitor_every == 0 or done == last):
-                    row |= monitor(net, data, fit, held, size=config.image_size, device=device)
-                row["seconds"] = seconds + time.monotonic() - started
                 watch.alarm(row, d_z=config.d_z, batch_size=config.batch_size, warned=warned)
-                run.append_metrics(row)
+                if config.monitor_every and (row["epoch"] % config.monitor_every == 0 or done == last):
+                    row |= monitor(net, data, images, fit, held, size=config.image_size, device=device)
+                row["seconds"] = seconds + time.monotonic() - started
+                unreadable = unreadable_images(data)
+                if main:
+                    write_bad_images(run.path / "bad-images.txt", unreadable)
+                    run.append_metrics(row)
+                    chart(row)
                 step.reset()
                 epoch_started, epoch_first = time.monotonic(), done
-            if time.monotonic() - saved >= config.checkpoint_seconds or signals:
+            stop = distributed.any_rank(bool(signals))  # all ranks stop after the same step
+            if main and (time.monotonic() - saved >= config.checkpoint_seconds or stop):
                 save(seconds + time.monotonic() - started)
                 saved = time.monotonic()
-            if signals:
-                raise Stopped(signals[0])
-    run.save_net(net, channels=channels)
-    write_json(run.path / "provenance.json", facts | {"seconds": seconds + time.monotonic() - started})
+            if stop:
+                raise Stopped((signals or [signal.SIGTERM])[0])
+    if main:
+        run.save_net(net, channels=channels)
+        write_json(run.path / "provenance.json", facts | {"seconds": seconds + time.monotonic() - started})
 
 
 # ---- what the loop needs ----
@@ -163,12 +200,37 @@ def pick_mode(name: str, *, device: torch.device, optimizer: str) -> str:
     """How a step runs; `auto` takes the fastest that works."""
     if name == "captured" and device.type != "cuda":
         raise UserError("step captured needs a CUDA device: use --step eager or compiled")
+    if distributed.world_size() > 1 and device.type == "cuda" and name in ("auto", "captured"):
+        if name == "captured":
+            raise UserError("step captured is for one device: with several use --step eager or compiled")
+        return "compiled"
     if name in ("auto", "captured") and device.type == "cuda":
         if optimizer == "lars":  # its learning rate is a number inside the kernels
             print("lars cannot be captured in a CUDA graph: the step is compiled", file=sys.stderr)
             return "compiled"
         return "captured"
     return "eager" if name == "auto" else name
+
+
+def keep_description(run: Run, data: Dataset, *, new: bool) -> None:
+    """data.json: what the encoder's users need to know of the data. A run goes on with the data it began with."""
+    known, now = run.read_json("data.json"), describe(data)
+    if not new and known and known["sha256"] != now["sha256"]:
+        raise UserError(
+            f"{data.name} has changed since {run.path} began ({known['images']:,} training images then, "
+            f"{now['images']:,} now): restore it, or use another --out"
+        )
+    write_json(run.path / "data.json", now)
+
+
+def unreadable_images(data: Dataset) -> stream.Bad:
+    """What any rank could not read so far; they all know it then."""
+    images = data.train.images
+    if isinstance(images, Tensor):
+        return {}
+    for bad in distributed.from_all(dict(images.bad)):
+        images.bad.update(bad)
+    return images.bad
 
 
 def make_criterion(config: PretrainConfig) -> losses.Loss:
@@ -215,22 +277,35 @@ def mix(seed: int, number: int) -> int:
 def learning_rate(s: int, config: PretrainConfig, *, steps_per_epoch: int) -> float:
     """The rate of step s: a linear rise over the warm-up, then constant or a half cosine down to 0."""
     warm, whole = config.warmup_epochs * steps_per_epoch, config.epochs * steps_per_epoch
-    if s + 1 < warm:
+    if s + 1 <= warm:
         return config.lr * (s + 1) / warm
     if config.schedule == "constant" or whole <= warm:
         return config.lr
-    return config.lr * (1 + math.cos(math.pi * (s - warm) / (whole - warm))) / 2
+    return config.lr * (1 + math.cos(math.pi * max(0.0, s - warm) / (whole - warm))) / 2
 
 
-def monitor(net: Any, data: Dataset, fit: Tensor, held: Tensor, *, size: int, device: torch.device) -> dict[str, float]:
-    """A kNN on the held-out rows, where there are labels."""
+def monitor(
+    net: Any,
+    data: Dataset,
+    images: Tensor | None,
+    fit: Tensor,
+    held: Tensor,
+    *,
+    size: int,
+    device: torch.device,
+) -> dict[str, float]:
+    """A kNN on the held-out rows, where there are labels; `images` are the training images if they are in memory."""
     if data.train.labels is None:
         return {}
+    fit = fit[len(held) :] if fit[: len(held)].equal(held) else fit
+    if not isinstance(data.train.images, Tensor):  # an unreadable image's stand-in has another label
+        good = readable(data.train.images)
+        fit, held = (rows[torch.isin(rows, good)] for rows in (fit, held))
     accuracy = watch.knn_accuracy(
         net,
-        data.train.images,
+        data.train.images if images is None else images,
         data.train.labels,
-        fit=fit[len(held) :] if fit[: len(held)].equal(held) else fit,
+        fit=fit,
         held=held,
         size=size,
         mean=data.mean,
@@ -268,3 +343,25 @@ def progress_bar(last: int, done: int, *, hidden: bool, title: str) -> Iterator[
             bar.update(done - bar.n)
 
         yield show
+
+
+@contextmanager
+def tensorboard(folder: Path, *, done: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A function that charts a row of metrics in TensorBoard, or does nothing where that is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        yield lambda row: None
+        return
+    if not distributed.is_main():
+        yield lambda row: None
+        return
+    # What an interrupted process charted after the checkpoint is done again: purge_step hides it.
+    with SummaryWriter(str(folder), purge_step=done + 1) as writer:
+
+        def chart(row: dict[str, Any]) -> None:
+            for name, value in row.items():
+                writer.add_scalar(name, value, row["step"])
+            writer.flush()
+
+        yield chart

@@ -1,0 +1,86 @@
+"""One image file → uint8 pixels on a square canvas, as a person would see it.
+
+Turned as its EXIF data says; transparency on white; 16 bits scaled to 8 (65535 is white), never clipped; palettes, CMYK
+and other colour spaces as RGB. The canvas is the largest central square, resized with antialiasing.
+"""
+
+import os
+import warnings
+from typing import Any
+
+import numpy as np
+
+SUFFIXES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".jp2", ".avif", ".tga"),
+    *(".ppm", ".pgm", ".pbm", ".pnm"),
+)
+GREY = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16L", "I;16B", "I;16N"})
+DEEP = frozenset({"I", "I;16", "I;16L", "I;16B", "I;16N"})  # greys of 16 bits
+
+
+def is_image(name: str) -> bool:
+    """By its suffix alone: what is not a name of an image is left alone, what is one and cannot be read is reported."""
+    return not name.startswith(".") and os.path.splitext(name)[1].lower() in SUFFIXES
+
+
+def header(path: str) -> tuple[int, bool]:
+    """The shorter side in pixels and whether the image is grey, without decoding it."""
+    with _strict(), _opened(path) as image:
+        return min(image.size), image.mode in GREY
+
+
+def decode(path: str, *, canvas: int, channels: int) -> np.ndarray:
+    """uint8 (channels, canvas, canvas), of 1 or 3 channels. Raises whatever is wrong with the file."""
+    from PIL import Image, ImageOps
+
+    with _strict(), _opened(path) as image:
+        # A JPEG decoder halves images for nearly nothing; the last halving is left to the resize, which is finer.
+        image.draft("L" if channels == 1 else None, (2 * canvas, 2 * canvas))
+        ImageOps.exif_transpose(image, in_place=True)
+        flat = flattened(image, mode="L" if channels == 1 else "RGB")
+        width, height = flat.size
+        side = min(width, height)
+        left, top = (width - side) // 2, (height - side) // 2
+        square = flat.crop((left, top, left + side, top + side))
+        square = square.resize((canvas, canvas), Image.Resampling.BILINEAR)
+    pixels = np.asarray(square)
+    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+
+
+def flattened(image: Any, *, mode: str) -> Any:
+    """The image in mode L or RGB."""
+    from PIL import Image
+
+    if image.mode == "F":
+        raise ValueError("floating-point pixels have no fixed white: save it with 8 or 16 bits, or as an array")
+    if image.mode in DEEP:
+        # Pillow would clip at 255. Mode I holds 32 bits; what files of 16 put there stays below 65536.
+        scaled = np.rint(np.asarray(image).astype(np.float32) / 257).clip(0, 255)
+        image = Image.fromarray(scaled.astype(np.uint8))
+    elif image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image if image.mode == mode else image.convert(mode)
+
+
+def why(error: Exception) -> str:
+    """The error in a few words."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return f"{type(error).__name__}: {' '.join(text.split())[:200]}"
+
+
+def _opened(path: str) -> Any:
+    from PIL import Image
+
+    return Image.open(path)
+
+
+class _strict(warnings.catch_warnings):
+    """A decompression bomb (above Pillow's limit of 89 million pixels) is an error; Pillow's other doubts are not."""
+
+    def __enter__(self) -> None:
+        from PIL import Image
+
+        super().__enter__()
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", Image.DecompressionBombWarning)

@@ -1,0 +1,186 @@
+"use strict";
+// Curves with bands, histograms, the axes of a scatter, the star of edges. Drawn from numbers alone, in the page's colours.
+
+/** @typedef {{name: string, colour: string, x: number[], mean: number[], low: number[], high: number[]}} Series */
+
+/** About `count` round numbers between low and high, with their text. @param {number} low @param {number} high
+ *  @param {number} count @param {boolean} [whole] whether they must be integers @returns {[number, string][]} */
+function ticks(low, high, count, whole) {
+  const raw = Math.max((high - low) / count || 1, whole ? 1 : 0);
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const size = power * ([1, 2, 5].find((factor) => raw <= factor * power) ?? 10);
+  const digits = Math.max(0, -Math.floor(Math.log10(size) + 1e-9));
+  /** @type {[number, string][]} */
+  const found = [];
+  for (let at = Math.ceil(low / size - 1e-9); at * size <= high + size * 1e-6; at++) {
+    const text = digits > 4 && at ? short(at * size) : (at * size || 0).toFixed(digits > 4 ? 0 : digits);
+    found.push([at * size, text.replace("-", "−")]);
+  }
+  return found;
+}
+
+/** Axes, grid and the two maps from values to the drawing. @param {[number, number]} xs @param {[number, number]} ys
+ *  @param {{width: number, height: number, left: number, bottom: number}} frame @param {string} xName */
+function frame(xs, ys, { width, height, left, bottom }, xName) {
+  const [right, top] = [12, 10];
+  const x = (/** @type {number} */ value) => left + ((value - xs[0]) / (xs[1] - xs[0] || 1)) * (width - left - right);
+  const y = (/** @type {number} */ value) => height - bottom - ((value - ys[0]) / (ys[1] - ys[0] || 1)) * (height - top - bottom);
+  const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
+  for (const [value, text] of ticks(ys[0], ys[1], 5)) {
+    drawing.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }));
+    drawing.append(svg("text", { x: left - 6, y: y(value) + 3.5, "text-anchor": "end" }, text));
+  }
+  for (const [value, text] of ticks(xs[0], xs[1], 5, xName === "epoch")) {
+    drawing.append(svg("text", { x: x(value), y: height - bottom + 14, "text-anchor": "middle" }, text));
+  }
+  drawing.append(svg("text", { class: "axis", x: width - right, y: height - 2, "text-anchor": "end" }, xName));
+  return { drawing, x, y };
+}
+
+/** One quantity over the epochs, a line and a band for each group of runs. @param {string} title @param {Series[]} series
+ *  @param {string} xName @returns {HTMLElement} */
+function lineChart(title, series, xName) {
+  const all = (/** @type {keyof Series} */ key) => series.flatMap((one) => /** @type {number[]} */ (one[key])).filter(Number.isFinite);
+  const [low, high] = [Math.min(...all("low")), Math.max(...all("high"))];
+  const flat = high - low < 1e-3 * Math.abs(high); // rounding is no curve
+  const room = flat ? Math.abs(high) * 0.1 || 1 : (high - low) * 0.06;
+  const size = { width: 330, height: 190, left: 46, bottom: 30 };
+  const { drawing, x, y } = frame([Math.min(...all("x")), Math.max(...all("x"))], [low >= 0 ? Math.max(0, low - room) : low - room, high + room], size, xName);
+  for (const { colour, x: xs, mean: middle, low: lower, high: upper } of series) {
+    const path = (/** @type {number[]} */ values) => xs.map((at, i) => `${x(at).toFixed(1)},${y(values[i]).toFixed(1)}`);
+    if (lower.some((value, i) => value !== upper[i])) {
+      drawing.append(svg("polygon", { class: "band", fill: colour, points: [...path(lower), ...path(upper).reverse()].join(" ") }));
+    }
+    drawing.append(svg("polyline", { class: "curve", stroke: colour, points: path(middle).join(" ") }));
+    if (xs.length === 1) drawing.append(svg("circle", { cx: x(xs[0]), cy: y(middle[0]), r: 3, fill: colour }));
+  }
+  const last = series.map((one) => `${one.name} ${short(one.mean[one.mean.length - 1])}`).join(", ");
+  drawing.setAttribute("aria-label", `${title}; at the end: ${last}`);
+  const readout = element("span", { class: "readout" });
+  const rest = () => {
+    cursor.setAttribute("visibility", "hidden");
+    readout.replaceChildren(...series.map((one) => element("b", { "data-colour": one.colour }, short(one.mean[one.mean.length - 1]))));
+    tint(readout);
+  };
+  const cursor = svg("line", { class: "cursor", y1: 10, y2: size.height - size.bottom, visibility: "hidden" });
+  drawing.append(cursor);
+  drawing.addEventListener("pointermove", (event) => {
+    const box = drawing.getBoundingClientRect();
+    const at = ((event.clientX - box.left) / box.width) * size.width;
+    const nearest = (/** @type {Series} */ one) => one.x.reduce((best, value, i) => (Math.abs(x(value) - at) < Math.abs(x(one.x[best]) - at) ? i : best), 0);
+    const where = series[0].x[nearest(series[0])];
+    cursor.setAttribute("x1", String(x(where)));
+    cursor.setAttribute("x2", String(x(where)));
+    cursor.setAttribute("visibility", "visible");
+    readout.replaceChildren(`${xName} ${short(where)} `, ...series.map((one) => element("b", { "data-colour": one.colour }, short(one.mean[nearest(one)]))));
+    tint(readout);
+  });
+  drawing.addEventListener("pointerleave", rest);
+  rest();
+  return element("figure", { class: "card chart" }, element("figcaption", {}, element("span", {}, title), readout), drawing);
+}
+
+/** Styles from data, set through the CSSOM because the page's policy allows no style attributes. @param {HTMLElement} host */
+function tint(host) {
+  for (const each of /** @type {NodeListOf<HTMLElement>} */ (host.querySelectorAll("[data-colour]"))) {
+    each.style.setProperty("--tint", each.dataset.colour ?? "");
+  }
+}
+
+/** Two histograms over the same bins. @param {Float32Array[]} values @param {string[]} names @param {string[]} colours */
+function histogram(values, names, colours) {
+  const [low, high] = quantiles(values, 0, 1);
+  const bins = Math.max(12, Math.min(48, Math.round(Math.sqrt(values[0].length))));
+  const width = (high - low || 1) / bins;
+  const counts = values.map((part) => {
+    const count = new Float32Array(bins);
+    for (const value of part) count[Math.min(bins - 1, Math.floor((value - low) / width))]++;
+    return count;
+  });
+  const top = Math.max(...counts.flatMap((count) => Array.from(count)));
+  const { drawing, x, y } = frame([low, high], [0, top * 1.04], { width: innerWidth < 720 ? 340 : 600, height: 220, left: 46, bottom: 30 }, "curvature");
+  counts.forEach((count, which) => {
+    let path = `M${x(low)},${y(0)}`;
+    count.forEach((value, i) => (path += `V${y(value).toFixed(1)}H${x(low + (i + 1) * width).toFixed(1)}`));
+    drawing.append(svg("path", { class: "steps", d: `${path}V${y(0)}Z`, fill: colours[which], stroke: colours[which] }));
+  });
+  drawing.setAttribute("aria-label", `Histogram of curvature, ${names.join(" and ")}, from ${short(low)} to ${short(high)}`);
+  return drawing;
+}
+
+/** The axes of the curvature scatter, redrawn as it is moved. @param {number} low @param {number} extent */
+function scatterAxes(low, extent) {
+  return (/** @type {Cloud} */ view, /** @type {CanvasRenderingContext2D} */ context) => {
+    const style = getComputedStyle(view.over);
+    const unit = (/** @type {number} */ value) => (value - low) / extent;
+    const value = (/** @type {number} */ at) => low + at * extent;
+    const across = [value(-view.x / view.scale), value((view.width - view.x) / view.scale)];
+    const upward = [value(1 - (view.height - view.y) / view.scale), value(1 + view.y / view.scale)];
+    context.fillStyle = style.getPropertyValue("--muted");
+    context.font = "11px system-ui, sans-serif";
+    for (const [at, text] of ticks(across[0], across[1], 6)) context.fillText(text, view.x + view.scale * unit(at) - 6, view.height - 8);
+    for (const [at, text] of ticks(upward[0], upward[1], 6)) context.fillText(text, 6, view.y + view.scale * (1 - unit(at)) + 4);
+    context.setLineDash([3, 4]);
+    const corner = (/** @type {number} */ at) => [view.x + view.scale * at, view.y + view.scale * (1 - at)];
+    line(context, [corner(-9), corner(10)], style.getPropertyValue("--muted"), 1); // equal in both views
+    context.setLineDash([]);
+  };
+}
+
+/** Edges from a point to its neighbours in the plane that holds most of them: with G the Gram matrix of the edges, the
+ *  coordinates are √λ v of its two largest eigenpairs. @param {Mapped} run @param {number} row */
+function edgePlane(run, row) {
+  const { k } = run;
+  const length = run.distances.subarray(row * k, (row + 1) * k);
+  const cosine = cosinesOf(run, row);
+  const gram = Array.from({ length: k }, (_, a) => Array.from({ length: k }, (_, b) => length[a] * length[b] * cosine[a][b]));
+  const total = gram.reduce((sum, line, a) => sum + line[a], 0) || 1;
+  /** @type {number[][]} */
+  const axes = [];
+  for (let axis = 0; axis < 2; axis++) {
+    let vector = gram.map((_, a) => 1 + a * 0.37 + axis); // any start that is not an eigenvector
+    let value = 0;
+    for (let turn = 0; turn < 200; turn++) {
+      const next = gram.map((line) => line.reduce((sum, entry, b) => sum + entry * vector[b], 0));
+      value = Math.hypot(...next);
+      if (!value) break;
+      vector = next.map((entry) => entry / value);
+    }
+    axes.push(vector.map((entry) => entry * Math.sqrt(value)));
+    gram.forEach((line, a) => line.forEach((_, b) => (line[b] -= value * vector[a] * vector[b])));
+  }
+  const held = axes.flat().reduce((sum, entry) => sum + entry ** 2, 0) / total;
+  return { tips: Array.from({ length: k }, (_, a) => [axes[0][a], axes[1][a]]), held, cosine };
+}
+
+/** The k × k cosines between a point's edges, of which the upper triangle is stored. @param {Mapped} run @param {number} row */
+function cosinesOf(run, row) {
+  const { k } = run;
+  const table = Array.from({ length: k }, (_, a) => Array.from({ length: k }, (_, b) => Number(a === b)));
+  let at = (row * k * (k - 1)) / 2;
+  for (let a = 0; a < k; a++) for (let b = a + 1; b < k; b++) table[a][b] = table[b][a] = run.cosines[at++];
+  return table;
+}
+
+/** @param {HTMLCanvasElement} canvas @param {Mapped} run @param {number} row @param {number[][]} tips */
+function drawStar(canvas, run, row, tips) {
+  const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
+  const style = getComputedStyle(canvas);
+  const [size, thumb] = [canvas.width, canvas.width * 0.12];
+  const [xs, ys] = [0, 1].map((axis) => [0, ...tips.map((tip) => tip[axis])]);
+  const span = Math.max(Math.max(...xs) - Math.min(...xs), Math.max(...ys) - Math.min(...ys)) || 1;
+  const middle = (/** @type {number[]} */ values) => (Math.max(...values) + Math.min(...values)) / 2;
+  const scale = (size - 1.5 * thumb) / span;
+  const at = ([x, y] = /** @type {number[]} */ ([0, 0])) => [size / 2 + scale * (x - middle(xs)), size / 2 - scale * (y - middle(ys))];
+  context.clearRect(0, 0, size, size);
+  for (const tip of tips) line(context, [at(), at(tip)], style.getPropertyValue("--muted"), 2);
+  context.imageSmoothingEnabled = run.split.side > thumb;
+  const near = neighborsOf(run, row);
+  const framed = (/** @type {number} */ which, /** @type {number[]} */ [x, y], /** @type {number} */ side, /** @type {string} */ colour) => {
+    context.fillStyle = colour;
+    context.fillRect(x - side / 2 - 3, y - side / 2 - 3, side + 6, side + 6);
+    run.split.paint(context, which, x - side / 2, y - side / 2, side);
+  };
+  tips.forEach((tip, a) => framed(near[a], at(tip), thumb, run.split.label ? classColour(run.split.label[near[a]]) : style.getPropertyValue("--muted")));
+  framed(row, at(), thumb * 1.25, style.getPropertyValue("--accent"));
+}

@@ -1,0 +1,203 @@
+"use strict";
+// The parts of the page that are made once for the runs in view: tables, galleries, provenance.
+
+const MANY = 40; // with more classes than this a matrix of them is no longer read
+
+/** @param {Split} split @param {number} row @param {string} [text] */
+function thumbnail(split, row, text) {
+  const label = split.label ? `, ${split.classes[split.label[row]]}` : "";
+  const canvas = /** @type {HTMLCanvasElement} */ (element("canvas", {
+    width: split.side, height: split.side, class: "thumb", role: "img",
+    "aria-label": `image ${split.index(row)}${label}`, "data-row": row,
+  }));
+  const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
+  if (split.ready) split.paint(context, row, 0, 0, split.side);
+  if (text === undefined) return canvas;
+  return element("figure", {}, canvas, element("figcaption", {}, text));
+}
+
+/** Thumbnails that bring their image up when pressed. @param {Mapped} run @param {number[]} rows
+ *  @param {(row: number) => string} caption @param {(run: Mapped, row: number) => void} choose */
+function gallery(run, rows, caption, choose) {
+  return element("div", { class: "gallery" }, ...rows.map((row) => element("button", {
+    type: "button", class: "bare", title: `image ${run.split.index(row)}`, onclick: () => choose(run, row),
+  }, thumbnail(run.split, row, caption(row)))));
+}
+
+/** @param {string} title @param {string} note @param {Node[]} content */
+function card(title, note, ...content) {
+  return element("div", { class: "card" }, element("h4", {}, title), element("p", { class: "note" }, note), ...content);
+}
+
+/** @param {Score | undefined} score */
+function percent(score) {
+  if (!score || typeof score.mean !== "number") return "–";
+  const spread = score.accuracy && score.accuracy.length > 1 && typeof score.std === "number";
+  return score.mean.toFixed(1) + (spread ? ` ± ${Number(score.std).toFixed(1)}` : "");
+}
+
+/** One score over several runs: mean and deviation over them, or of one run over its probe's own seeds.
+ *  @param {RawRun[]} runs @param {string[]} path where probes.json keeps the score @returns {Score | undefined} */
+function pooled(runs, path) {
+  const scores = runs.map((run) => path.reduce((tree, name) => tree?.[name], /** @type {any} */ (run.probes)))
+    .filter((score) => typeof score?.mean === "number");
+  if (scores.length < 2) return scores[0];
+  const accuracy = scores.map((score) => score.mean);
+  const middle = mean(accuracy);
+  const std = Math.sqrt(accuracy.reduce((sum, value) => sum + (value - middle) ** 2, 0) / (accuracy.length - 1));
+  return { accuracy, mean: middle, std };
+}
+
+/** One row a group and one a floor, one column a probe. @param {Payload} payload @returns {HTMLElement} */
+function probeTable(payload) {
+  const groups = payload.groups.map((group) => ({ ...group, runs: group.runs.map((id) => payload.runs[id]) }));
+  const entries = payload.runs.flatMap((run) => Object.entries(run.probes));
+  const probes = [...new Set(entries.filter(([, score]) => typeof score?.mean === "number").map(([name]) => name))];
+  const floors = [...new Set(entries.filter(([, score]) => typeof score?.mean !== "number").map(([name]) => name))];
+  if (!probes.length) return element("p", { class: "note" }, "No probe has been run: the images have no labels.");
+  const best = probes.map((probe) => Math.max(...groups.map((group) => pooled(group.runs, [probe])?.mean ?? -1)));
+  const rows = groups.map((group) => element("tr", {},
+    element("th", { scope: "row" }, group.name, group.runs.length > 1 ? `, ${group.runs.length} seeds` : ""),
+    ...probes.map((probe, i) => {
+      const score = pooled(group.runs, [probe]);
+      return element("td", groups.length > 1 && score?.mean === best[i] ? { class: "best" } : {}, percent(score));
+    })));
+  const datasets = [...new Set(payload.runs.map((run) => run.config.dataset))];
+  for (const floor of floors) {
+    for (const dataset of datasets) { // floors hardly differ between the runs on one dataset: the first that has them
+      const run = payload.runs.find((one) => one.config.dataset === dataset && one.probes[floor]);
+      if (!run) continue;
+      rows.push(element("tr", { class: "floor" }, element("th", { scope: "row" }, datasets.length > 1 ? `${floor}, ${dataset}` : floor),
+        ...probes.map((probe) => element("td", {}, percent(pooled([run], [floor, probe]))))));
+    }
+  }
+  const names = /** @type {Record<string, string>} */ ({ linear: "linear", mlp: "hidden layer", knn: "kNN" });
+  const head = element("tr", {}, element("th", {}, ""), ...probes.map((probe) => element("th", { scope: "col" }, names[probe] ?? probe)));
+  return element("div", { class: "card scroll" }, element("h4", {}, "Probes: accuracy on the test split, in percent"),
+    element("table", { class: "figures" }, element("thead", {}, head), element("tbody", {}, ...rows)),
+    element("p", { class: "note" }, "± is the standard deviation over seeds: of the run where a row has several, of the probe where it has one. ",
+      floors.length ? "The rows in italics are floors, what a probe reads without any training." : ""));
+}
+
+/** @param {Mapped} run @returns {number[][]} rows are the true classes */
+function confusion(run) {
+  const size = run.split.classes.length;
+  const table = Array.from({ length: size }, () => new Array(size).fill(0));
+  const { label } = run.split;
+  if (label && run.predicted) run.predicted.forEach((guess, row) => table[label[row]][guess]++);
+  return table;
+}
+
+/** The images of one class that are read as another. @param {Mapped} run @param {number} truth @param {number} guess */
+function readAs(run, truth, guess) {
+  return Array.from(run.split.label ?? []).flatMap((id, row) => (id === truth && run.predicted?.[row] === guess ? [row] : []));
+}
+
+/** For many classes: the commonest mix-ups, as buttons. @param {Mapped} run
+ *  @param {(run: Mapped, rows: number[]) => void} choose */
+function mixUps(run, choose) {
+  const { classes } = run.split;
+  const cells = confusion(run).flatMap((line, truth) => line.map((count, guess) => ({ count, truth, guess })));
+  const worst = cells.filter(({ count, truth, guess }) => count && truth !== guess).sort((a, b) => b.count - a.count);
+  return element("div", { class: "mixups" }, ...worst.slice(0, 40).map(({ count, truth, guess }) => element("button", {
+    type: "button", onclick: () => choose(run, readAs(run, truth, guess)),
+  }, `${classes[truth]} → ${classes[guess]} `, element("b", {}, String(count)))));
+}
+
+/** @param {Mapped} run @param {(run: Mapped, rows: number[]) => void} choose */
+function confusionTable(run, choose) {
+  const { classes } = run.split;
+  if (classes.length > MANY) return mixUps(run, choose);
+  const counts = confusion(run);
+  const body = element("tbody");
+  counts.forEach((line, truth) => {
+    const total = line.reduce((sum, count) => sum + count, 0) || 1;
+    body.append(element("tr", {}, element("th", { scope: "row" }, classes[truth]), ...line.map((count, guess) => {
+      const td = element("td", {
+        tabindex: truth || guess ? -1 : 0, "data-share": (count / total).toFixed(3), class: truth === guess && count > total / 2 ? "right" : truth === guess ? "right weak" : "wrong",
+        "aria-label": `${count} of ${classes[truth]} read as ${classes[guess]}`, title: `${count} of ${classes[truth]} read as ${classes[guess]}`,
+        onclick: () => choose(run, readAs(run, truth, guess)),
+      }, count && classes.length <= 20 ? String(count) : "");
+      td.style.setProperty("--share", String(count / total));
+      return td;
+    })));
+  });
+  body.addEventListener("keydown", (event) => {
+    const from = /** @type {HTMLTableCellElement} */ (event.target);
+    const move = ARROWS[event.key];
+    if (event.key === "Enter" || event.key === " ") from.click();
+    else if (!move) return;
+    event.preventDefault();
+    if (!move) return;
+    const line = /** @type {HTMLTableRowElement} */ (from.parentElement);
+    const to = /** @type {HTMLTableRowElement | undefined} */ (body.children[line.rowIndex - 1 + move[1]])?.cells[from.cellIndex + move[0]];
+    if (!to || to.tagName !== "TD") return;
+    from.tabIndex = -1;
+    to.tabIndex = 0;
+    to.focus();
+  });
+  const head = element("tr", {}, element("th", { class: "corner" }, element("span", {}, "read as →")), ...classes.map((name) => element("th", { scope: "col" }, element("span", {}, name))));
+  return element("div", { class: "scroll" }, element("table", { class: "confusion" }, element("thead", {}, head), body));
+}
+
+/** @param {Mapped[]} runs that share their split; one bar each @param {string[]} colours */
+function classBars(runs, colours) {
+  const tables = runs.map(confusion);
+  const { classes } = runs[0].split;
+  const missed = classes.map((_, id) => 1 - tables[0][id][id] / (tables[0][id].reduce((sum, count) => sum + count, 0) || 1));
+  const shown = classes.length > MANY ? largest(missed, MANY) : classes.map((_, id) => id);
+  const host = element("div", { class: "bars" }, ...shown.map((id) => {
+    const name = classes[id];
+    const bars = tables.map((table, which) => {
+      const total = table[id].reduce((sum, count) => sum + count, 0);
+      const share = total ? table[id][id] / total : 0;
+      const bar = element("i", { class: "level" });
+      bar.style.setProperty("--share", String(share));
+      bar.style.setProperty("--tint", colours[which]);
+      return element("span", { class: "track" }, bar, element("b", {}, total ? (100 * share).toFixed(1) : "–"));
+    });
+    return element("div", { class: "class" }, element("span", { class: "name" }, name), element("div", {}, ...bars));
+  }));
+  host.style.setProperty("--name", `${Math.min(14, Math.max(...classes.map((name) => name.length)) + 1)}ch`);
+  return host;
+}
+
+/** Nested settings as dotted names. @param {Tree} tree @param {string} [prefix] @returns {[string, string][]} */
+function flat(tree, prefix = "") {
+  return Object.entries(tree).flatMap(([name, value]) => {
+    if (value && typeof value === "object" && !Array.isArray(value)) return flat(value, `${prefix}${name}.`);
+    const shown = Array.isArray(value) ? value.join(", ") : value === null || value === undefined ? "–" : String(value);
+    return /** @type {[string, string][]} */ ([[prefix + name, shown]]);
+  });
+}
+
+/** One row a setting, one column a run; rows where the runs differ are marked. @param {RawRun[]} runs
+ *  @param {(run: RawRun) => Tree} of @param {string} corner */
+function settingsTable(runs, of, corner) {
+  const columns = runs.map((run) => new Map(flat(of(run))));
+  const names = [...new Set(columns.flatMap((column) => [...column.keys()]))];
+  const body = names.map((name) => {
+    const values = columns.map((column) => column.get(name) ?? "–");
+    const same = values.every((value) => value === values[0]);
+    return element("tr", same ? {} : { class: "differs" }, element("th", { scope: "row" }, name),
+      ...(same ? [element("td", { colspan: runs.length }, values[0])] : values.map((value) => element("td", {}, value))));
+  });
+  const head = element("tr", {}, element("th", { scope: "col" }, corner), ...runs.map((run) => element("th", { scope: "col" }, run.name)));
+  return element("div", { class: "scroll" }, element("table", { class: "settings" }, element("thead", {}, head), element("tbody", {}, ...body)));
+}
+
+/** @param {Payload} payload @param {(text: string, said: HTMLElement) => void} copy */
+function origins(payload, copy) {
+  const commands = payload.runs.filter((run) => run.provenance.command).map((run) => {
+    const command = Array.isArray(run.provenance.command) ? run.provenance.command.join(" ") : String(run.provenance.command);
+    const button = element("button", { type: "button", onclick: () => copy(command, button) }, "Copy");
+    return element("div", { class: "command" }, element("span", { class: "name" }, run.name), element("code", {}, command), button);
+  });
+  const rest = (/** @type {RawRun} */ run) => Object.fromEntries(Object.entries(run.provenance).filter(([name]) => name !== "command"));
+  return [
+    element("div", { class: "card" }, element("h4", {}, "To run again"), ...commands),
+    element("details", { class: "card", open: "" }, element("summary", {}, "Machine, versions and data"), settingsTable(payload.runs, rest, "Fact")),
+    element("details", { class: "card" }, element("summary", {}, "Configuration"),
+      element("p", { class: "note" }, "Marked rows differ between the runs."), settingsTable(payload.runs, (run) => run.config, "Setting")),
+  ];
+}

@@ -1,0 +1,80 @@
+"""What the tests of the pipeline share: the real command line, a small recipe, and runs trained once a session."""
+
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from curvssl.config import PretrainConfig, demo
+from curvssl.rundir import Run
+from curvssl.train import pretrain
+
+# 8×8 views cost a sixth of the demo's 16×16 and learn nearly as well.
+SHORT = dataclasses.replace(demo(), image_size=8, epochs=8, warmup_epochs=1, monitor_every=4)
+TINY = dataclasses.replace(SHORT, epochs=2, monitor_every=1, k=5)  # two epochs of ten steps
+CLOCKS = ("seconds", "views_per_s")  # the columns of metrics.jsonl that may differ between two equal runs
+
+
+def flags(config: PretrainConfig) -> list[str]:
+    """The command-line flags that differ from the preset demo."""
+    mine, base = config.to_dict(), demo().to_dict()
+    return ["--preset", "demo", *(w for n in mine if mine[n] != base[n] for w in (f"--{n}", str(mine[n])))]
+
+
+def start(*arguments: object, **settings: Any) -> subprocess.Popen[str]:
+    """The real command in a process of its own, on one thread: sums do not depend on how many cores are free."""
+    command = [sys.executable, "-m", "curvssl", *map(str, arguments)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes | settings)
+
+
+def finish(process: subprocess.Popen[str], *, code: int = 0) -> tuple[str, str]:
+    """What a process wrote to stdout and stderr, after it ended with the expected exit code."""
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    return out, err
+
+
+def weights(path: Path) -> tuple[bytes, bytes]:
+    """Both networks of a finished run, to the last bit."""
+    return (path / "encoder.safetensors").read_bytes(), (path / "projector.safetensors").read_bytes()
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """The metrics of a run without the columns that clocks decide."""
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in CLOCKS} for line in lines]
+
+
+@functools.cache
+def folder() -> Path:
+    """A place for shared runs that goes when the tests end."""
+    keeper = tempfile.TemporaryDirectory()
+    folder.keeper = keeper  # type: ignore[attr-defined]
+    return Path(keeper.name)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Small networks gain nothing from a second thread, and lose much where another process wants the core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def trained(method: str) -> Run:
+    """A finished run of the short recipe, about seven seconds. Tests read it and write nothing into it."""
+    with one_thread():
+        return pretrain(dataclasses.replace(SHORT, method=method), out=folder() / method, progress=False)

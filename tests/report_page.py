@@ -1,0 +1,196 @@
+"""Runs made up of real images for the report's tests: digits or CIFAR-10, PCA for the map, no training."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from curvssl.geometry import curvature, nearest_neighbors
+from curvssl.page import NEIGHBORS, Pictured, Points, RunData
+
+
+def pictured(n: int, *, name: str = "digits test", classes: tuple[str, ...] | None = None) -> Pictured:
+    """n digits of 8×8, again and again, each time moved by a pixel's worth of brightness so that none is another."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    rows = np.arange(n) % len(bunch.images)
+    images = (bunch.images[rows] * 14 + (np.arange(n) // len(bunch.images))[:, None, None] % 16).astype(np.uint8)[
+        :, None
+    ]
+    return Pictured(name, images, classes or tuple("0123456789"), bunch.target[rows].astype(np.int64))
+
+
+def points(of: Pictured, *, seed: int) -> Points:
+    """PCA of the pixels, turned by the seed; for many images neighbours are drawn, not sought."""
+    generator = np.random.default_rng(seed)
+    n = len(of.images)
+    flat = of.images.reshape(n, -1).astype(np.float64)
+    flat -= flat.mean(0)
+    _, _, axes = np.linalg.svd(flat[:2000], full_matrices=False)
+    angle = seed + 0.3
+    turn = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+    xy = flat @ axes[:2].T @ turn + generator.normal(scale=1.5, size=(n, 2))
+    if n <= 3000:
+        h = torch.tensor(flat @ axes[:16].T)
+        neighbors = nearest_neighbors(h, k=NEIGHBORS)
+        edges = h[neighbors] - h[:, None]
+        distances = edges.norm(dim=-1)
+        unit = edges / distances.clamp_min(1e-12)[..., None]
+        a, b = torch.triu_indices(NEIGHBORS, NEIGHBORS, 1)
+        cosines = (unit @ unit.mT)[:, a, b].numpy()
+        bent = curvature(h).numpy()
+        near, far = neighbors.numpy(), distances.numpy()
+    else:
+        near, far = generator.integers(0, n, (n, NEIGHBORS)), generator.random((n, NEIGHBORS))
+        cosines, bent = generator.uniform(-1, 1, (n, 15)), generator.normal(size=n)
+    views = np.stack([bent + generator.normal(scale=0.4 + seed, size=n) for _ in range(2)])
+    predicted, confidence = None, None
+    if of.labels is not None:
+        wrong = generator.random(n) < 0.06
+        predicted = np.where(wrong, generator.integers(0, len(of.classes), n), of.labels)
+        confidence = generator.beta(8, 1.5, n)
+    return Points(xy, views, bent, near, far, cosines, predicted, confidence)
+
+
+def metrics(*, seed: int, curved: bool, epochs: int = 20) -> list[dict[str, float]]:
+    generator = np.random.default_rng(seed)
+    rows = []
+    for epoch in range(1, epochs + 1):
+        fall = math.exp(-epoch / 6)
+        noise = float(generator.normal(scale=0.02))
+        row = {
+            "epoch": epoch,
+            "step": 11 * epoch,
+            "loss": 40 * fall + 8 + noise * 20,
+            "invariance": 30 * fall + 5,
+            "redundancy": 10 * fall + 3 + noise * 9,
+            "rho": (0.9 if curved else 0.6) * (1 - fall) + noise,
+            "z_std": 0.9 + noise,
+            "effective_rank": 40 * (1 - fall) + 4,
+            "grad_norm": 3 * fall + 1,
+            "lr": 2e-3 * (1 + math.cos((epoch - 1) / epochs * math.pi)) / 2,
+            "views_per_s": 1800 + 400 * noise,
+            "seconds": 1.7 * epoch + noise,
+        }
+        if curved:
+            row["curvature"] = 129 - 2 * row["rho"]
+        if epoch % 5 == 0:
+            row["knn"] = 96 - 20 * fall
+        rows.append(row)
+    return rows
+
+
+def scores(linear: float) -> dict[str, dict[str, object]]:
+    """What probes.json holds for one set of features."""
+    values = {"linear": [linear - 0.2, linear, linear + 0.2], "mlp": [linear, linear + 0.3], "knn": [linear - 1]}
+    return {
+        name: {"accuracy": v, "mean": float(np.mean(v)), "std": float(np.std(v)), "settings": {}}
+        for name, v in values.items()
+    }
+
+
+def run(method: str, of: Pictured | None, *, seed: int = 0, where: int = 0) -> RunData:
+    """A whole run: `where` turns the map, so that two methods put the same image in two places."""
+    probes = scores(97.8 - 0.3 * seed - where) | {"raw pixels": scores(96.1), "random encoder": scores(95.2)}
+    return RunData(
+        name=f"digits-{method}-seed{seed}",
+        config={"dataset": "digits", "method": method, "seed": seed, "k": 10, "augment": {"crop_scale": [0.6, 1.0]}},
+        provenance={
+            "command": f"curvssl pretrain --method {method} --seed {seed}",
+            "commit": "0123456789ab",
+            "versions": {"python": "3.11", "torch": "2.15"},
+            "device": "cpu",
+            "data_sha256": {"test-images": "9442cbc5" * 8},
+            "seconds": 34.5,
+        },
+        metrics=metrics(seed=seed, curved=method == "curvssl"),
+        probes=probes,
+        points=None if of is None else points(of, seed=where),
+        pictured=of,
+    )
+
+
+def cifar10_test(n: int) -> Pictured | None:
+    """CIFAR-10's own test images where the cache has them."""
+    folder = Path("~/.cache/curvssl/cifar10").expanduser()
+    if not (folder / "test-images.npy").exists():
+        return None
+    from curvssl.data import OBJECTS
+
+    images, labels = np.load(folder / "test-images.npy")[:n], np.load(folder / "test-labels.npy")[:n]
+    return Pictured("cifar10 test", images, OBJECTS, labels.astype(np.int64))
+
+
+# Reads through a copy: a canvas that is read again and again complains on the console.
+READ = """() => { window.pixelOf = (canvas, x, y) => {
+  const copy = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  copy.drawImage(canvas, -Math.floor(x), -Math.floor(y));
+  return [...copy.getImageData(0, 0, 1, 1).data];
+}; }"""
+
+
+class Opened:
+    """A page in a real browser, with everything it said and asked for."""
+
+    def __init__(self, browser: Any, path: Path, **context: Any) -> None:
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.context = browser.new_context(**({"viewport": {"width": 1440, "height": 1000}} | context))
+        self.page = self.context.new_page()
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(path.as_uri())
+        self.page.evaluate(READ)
+        self.until("splits.every((split) => split.ready)")
+        self.frame()
+
+    def until(self, condition: str) -> None:
+        """Asks again and again: the page's policy forbids what playwright's own waiting does inside it."""
+        for _ in range(400):
+            if self.page.evaluate(condition):
+                return
+            self.page.wait_for_timeout(25)
+        raise AssertionError(f"never true: {condition}; the page said {self.complaints}")
+
+    def frame(self) -> None:
+        """What was asked for has been drawn."""
+        self.page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+    def screen(self, row: int, *, view: str = "maps[0]") -> tuple[float, float]:
+        """Where a point is in the window, after bringing its canvas there."""
+        self.page.evaluate(f"{view}.over.scrollIntoView({{ block: 'center', behavior: 'instant' }})")
+        x, y = self.page.evaluate(
+            f"""(() => {{ const box = {view}.over.getBoundingClientRect(), [x, y] = {view}.screen({row});
+                return [box.left + x, box.top + y]; }})()"""
+        )
+        return x, y
+
+    def point_at(self, row: int, *, view: str = "maps[0]") -> None:
+        self.page.mouse.move(*self.screen(row, view=view))
+        self.frame()
+
+    def colour(self, row: int, *, view: str = "maps[0]", canvas: str = "points", dx: float = 0) -> tuple[int, ...]:
+        """RGBA of a canvas where a point is, or dx beside it."""
+        place = f"const [x, y] = {view}.screen({row}), r = {view}.ratio;"
+        return tuple(
+            self.page.evaluate(f"(() => {{ {place} return pixelOf({view}.{canvas}, (x + {dx}) * r, y * r); }})()")
+        )
+
+    def thumbnail(self, selector: str) -> np.ndarray:
+        """The pixels (side, side, 3) of a shown thumbnail."""
+        side, data = self.page.evaluate(
+            """(selector) => { const one = document.querySelector(selector);
+               return [one.width, [...one.getContext("2d").getImageData(0, 0, one.width, one.height).data]]; }""",
+            selector,
+        )
+        return np.array(data, dtype=np.uint8).reshape(side, side, 4)[..., :3]
+
+    def rows_of(self, selector: str) -> list[int]:
+        """Which images stand in a gallery."""
+        return self.page.evaluate(
+            "(selector) => [...document.querySelectorAll(selector)].map((one) => Number(one.dataset.row))", selector
+        )

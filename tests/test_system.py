@@ -1,0 +1,221 @@
+"""The whole system through its real command line, on the data that needs no download."""
+
+import dataclasses
+import json
+import re
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tyro
+from pipeline import SHORT, TINY, finish, flags, one_thread, rows, start, trained, weights
+
+import curvssl
+from curvssl import data, watch
+from curvssl.cli import commands, main, preset_in
+from curvssl.config import CHOICES
+from curvssl.evaluate import NAMES
+from curvssl.rundir import Run
+
+ROOT = Path(__file__).parent.parent
+LONGER = dataclasses.replace(TINY, epochs=3, warmup_epochs=0, checkpoint_seconds=0.2)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """The demo, begun before the other tests of this file so that it has the second core to itself."""
+    out = tmp_path_factory.mktemp("demo")
+    with start("demo", "--out", out, "--epochs", "1") as process:
+        yield process, out
+        process.kill()
+
+
+# ---- learning happens ----
+
+
+def knn_on_test(encoder: torch.nn.Module) -> float:
+    """Accuracy on the test digits of a kNN that knows the training digits."""
+    digits = data.load("digits")
+    images = torch.cat((digits.train.images, digits.test.images))
+    labels = torch.cat((digits.train.labels, digits.test.labels))
+    fit, held = torch.arange(len(labels)).split([len(digits.train.images), len(digits.test.images)])
+    settings: dict[str, Any] = {"size": SHORT.image_size, "mean": digits.mean, "std": digits.std, "classes": 10}
+    net: Any = torch.nn.ModuleDict({"encoder": encoder})
+    return watch.knn_accuracy(net, images, labels, fit=fit, held=held, device=torch.device("cpu"), **settings)
+
+
+@pytest.mark.parametrize("method", CHOICES["method"])
+def test_every_method_learns_features_that_beat_the_random_encoders(method: str):
+    run = trained(method)
+    before, after = knn_on_test(run.make_net(channels=3).encoder), knn_on_test(curvssl.load_encoder(run.path))
+    assert 80 < before < 90  # the floor, so that nobody takes it for learning
+    assert after > before + 4
+    losses = [row["loss"] for row in run.metrics()]
+    assert losses[-1] < losses[0]
+
+
+# ---- interrupted at any moment ----
+
+
+def pretraining(out: Path) -> list[str]:
+    return ["pretrain", *flags(LONGER), "--out", str(out)]
+
+
+def wait_for(process: subprocess.Popen[str], out: Path, *, step: int) -> None:
+    """Until a checkpoint of this step or a later one lies there."""
+    while not any(int(file.stem.split("-")[1]) >= step for file in out.glob("checkpoint-*.pt")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.003)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing interrupted, by the same command."""
+    out = tmp_path_factory.mktemp("system") / "whole"
+    said, bar = finish(start(*pretraining(out)))
+    assert said.startswith(f"{out}: 3 epochs, loss ")
+    assert re.search(r"100%.*loss .* views/s", bar)
+    assert re.search(r"\d\d:\d\d<\d\d:\d\d", bar)  # time passed and time left
+    assert [row["epoch"] for row in rows(out)] == [1, 2, 3]
+    return out
+
+
+def test_a_killed_run_goes_on_to_the_same_weights(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "killed"
+    for step, moment in ((3, 0.0), (19, 0.05)):
+        process = start(*pretraining(out))
+        wait_for(process, out, step=step)
+        if step == 3:  # while it trains, nobody else may
+            with pytest.raises(SystemExit) as end:
+                main(pretraining(out))
+            assert end.value.code == 2
+            assert "another process trains in" in capsys.readouterr().err
+        time.sleep(moment)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        assert not (out / "encoder.safetensors").exists()
+        assert len(list(out.glob("checkpoint-*.pt"))) <= 2
+    finish(start(*pretraining(out)))
+    assert weights(out) == weights(whole)
+    assert rows(out) == rows(whole)
+    assert not list(out.glob(".*.part"))
+
+
+def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_weights(whole: Path, tmp_path: Path):
+    asked = (signal.SIGTERM, signal.SIGINT)
+    outs = {number: tmp_path / number.name for number in asked}
+    running = {number: start(*pretraining(outs[number])) for number in asked}
+    for number, process in running.items():
+        wait_for(process, outs[number], step=3)
+        process.send_signal(number)
+    for number, process in running.items():
+        _, said = finish(process, code=128 + number)
+        assert said.endswith("\nstopped; the same command goes on from here\n")
+        assert not (outs[number] / "encoder.safetensors").exists()
+    for process in [start(*pretraining(outs[number])) for number in asked]:
+        finish(process)
+    for number in asked:
+        assert weights(outs[number]) == weights(whole)
+        assert rows(outs[number]) == rows(whole)
+
+
+def test_a_finished_run_answers_at_once_and_refuses_other_settings(whole: Path, capsys: pytest.CaptureFixture[str]):
+    before = weights(whole)
+    main(pretraining(whole))
+    assert capsys.readouterr().out.startswith(f"{whole}: 3 epochs")
+    with pytest.raises(SystemExit) as end:
+        main([*pretraining(whole), "--lr", "0.5", "--augment.rotation", "20"])
+    assert end.value.code == 2
+    assert "other settings (lr 0.002 → 0.5; augment.rotation 10 → 20.0): use another --out" in capsys.readouterr().err
+    assert weights(whole) == before
+
+
+# ---- the demo ----
+
+
+def test_the_demo_trains_probes_and_draws_all_four_methods(demo: tuple[subprocess.Popen[str], Path]):
+    process, folder = demo
+    out, bar = finish(process)
+    table = {line.split("  ")[0].strip(): line for line in out.splitlines() if re.search(r"\d\d\.\d ± \d", line)}
+    assert list(table) == ["raw pixels", "random encoder", *NAMES.values()]
+    assert re.search(r"linear +mlp +knn", out)
+    assert "views/s" in bar
+    for method in CHOICES["method"]:
+        run = Run.read(folder / method)
+        assert run.finished
+        assert run.config.method == method
+        found = run.read_json("probes.json")
+        assert f"{found['linear']['mean']:.1f} ± " in table[NAMES[method]]
+        picture = run.path / "map-h-test.png"
+        assert str(picture) in out
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        assert picture.with_suffix(".pdf").read_bytes().startswith(b"%PDF")
+        with np.load(picture.with_suffix(".npz")) as points:
+            assert points["xy"].shape == (360, 2)
+        facts = json.loads((run.path / "provenance.json").read_text())
+        assert facts["command"].endswith(f"demo --out {folder} --epochs 1")
+
+
+# ---- README ----
+
+
+def readme_commands() -> list[str]:
+    """The lines of README's shell blocks, continued ones joined."""
+    text = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"^```(?:sh|bash)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    return [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+
+
+def test_readmes_commands_are_commands():
+    lines = readme_commands()
+    assert "make demo" in lines
+    assert "make test" in lines
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert {line.split()[1] for line in lines if line.startswith("make ")} <= set(targets)
+    ours = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("curvssl ")]
+    assert ours
+    for words in ours:
+        tyro.extras.subcommand_cli_from_dict(commands(preset_in(words)), prog="curvssl", args=words)
+
+
+def test_readmes_commands_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """In order, as written, but with one epoch of small views; the paper's runs are left to those who have a GPU."""
+    from PIL import Image
+
+    monkeypatch.chdir(tmp_path)
+    digits = data.load("digits").train
+    for i in range(60):
+        file = tmp_path / "photos" / f"class {int(digits.labels[i]) % 2}" / f"{i}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(digits.images[i, 0].numpy()).save(file)
+    np.save(tmp_path / "pixels.npy", digits.images[:60, 0].numpy())
+    small = [
+        "--epochs",
+        "1",
+        "--warmup-epochs",
+        "0",
+        "--image-size",
+        "8",
+        "--batch-size",
+        "40",
+        "--encoder",
+        "resnet-mini",
+    ]
+    lines = [shlex.split(line, comments=True)[1:] for line in readme_commands() if line.startswith("curvssl ")]
+    ran = []
+    with one_thread():
+        for words in lines:
+            if words != ["demo"] and not {"paper-mnist", "paper-cifar10", "mnist", "cifar10"} & set(words):
+                main([*words, *small] if words[0] == "pretrain" else words)
+                ran.append(words[0])
+    assert {"pretrain", "probe"} <= set(ran)
+    for name in (words[words.index("--out") + 1] for words in lines if "--out" in words):
+        assert (tmp_path / name).exists()
