@@ -7,8 +7,9 @@ BIN := .venv/bin
 demo: .venv/.demo
 	$(BIN)/curvssl demo
 
+# Two test files at a time, each with one thread: many of the tests start processes of their own.
 test: .venv/.dev lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

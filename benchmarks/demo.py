@@ -44,7 +44,7 @@ def step_costs() -> dict[str, float]:
     config = dataclasses.replace(demo(), device="cpu")
     data, device = load("digits"), torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder:
-        net = Run(Path(folder), config).make_net(channels=3)
+        net = Run(Path(folder), config).make_net(channels=3).to(memory_format=torch.channels_last)
     step = Step(
         net=net,
         criterion=make_criterion(config),
@@ -60,6 +60,7 @@ def step_costs() -> dict[str, float]:
     rows = torch.arange(config.batch_size)
     u = torch.rand(2, config.batch_size, step.augment.draws)
     views = torch.randn(2 * config.batch_size, 3, config.image_size, config.image_size)
+    views = views.contiguous(memory_format=torch.channels_last)
     return milliseconds(
         {
             "step_ms": lambda: step(rows, u, 1e-3),

@@ -96,7 +96,7 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
         raise unknown("preset", preset, PRESETS)
     defaults = PRESETS[preset]() if preset else PretrainConfig()
 
-    def demo(out: Path = Path("runs/demo"), epochs: int = 20, pictures: bool = True) -> Callable[[], None]:
+    def demo(out: Path = Path("runs/demo"), epochs: int = 16, pictures: bool = True) -> Callable[[], None]:
         """All four objectives on scikit-learn's digits: pretrained, probed, drawn, in one table.
 
         Args:

@@ -163,7 +163,7 @@ def demo() -> PretrainConfig:
         dataset="digits",
         encoder="resnet-mini",
         image_size=16,
-        epochs=20,
+        epochs=16,
         batch_size=128,
         projector_width=128,
         d_z=64,

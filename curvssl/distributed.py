@@ -180,6 +180,48 @@ def synchronise(net: nn.Module, *, device: torch.device) -> None:
             synchronise(child, device=device)
 
 
+def global_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and population variance per channel over all ranks, (b, C, …) → (C,) each."""
+    own = torch.batch_norm_update_stats(x, None, None, 0.0)  # what BatchNorm itself calls; var_mean is 20 times slower
+    means, variances = gather(torch.stack(own)[None]).unbind(1)  # (W, C) each
+    mean = means.mean(0)
+    # Every rank has equally many: the variance is the mean of the variances plus the variance of the means.
+    return mean, variances.mean(0) + (means - mean).square().mean(0)
+
+
+class _Normalise(torch.autograd.Function):
+    """y = γ x̂ + β, x̂ = (x − μ) / √(σ² + ε), and with the averages over the n values of a channel on all ranks
+
+        ∂x = γ / √(σ² + ε) · (∂y − ⟨∂y⟩ − x̂ ⟨∂y x̂⟩)
+
+    By torch's own kernels: written out as tensor arithmetic it takes a training step twice as long.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, eps: float
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.eps = eps
+        return nn.functional.batch_norm(x, mean, variance, weight, bias, eps=eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight, mean, variance = ctx.saved_tensors
+        dy = grads[0]
+        _, d_weight, d_bias = torch.ops.aten.native_batch_norm_backward(
+            dy, x, weight, mean, variance, None, None, False, ctx.eps, [False, True, True]
+        )
+        n = world_size() * x.numel() // x.shape[1]
+        mean_dy_x, mean_dy = total(torch.stack((d_weight, d_bias))) / n
+        scale = weight * (variance + ctx.eps).rsqrt()
+        slope = -scale * (variance + ctx.eps).rsqrt() * mean_dy_x
+        shape = [1, -1] + [1] * (x.ndim - 2)
+        offset = (-scale * mean_dy - slope * mean).view(shape)
+        dx = torch.addcmul(torch.addcmul(offset, x, slope.view(shape)), dy, scale.view(shape))
+        return dx, d_weight, d_bias, None, None, None
+
+
 class BatchNorm(nn.modules.batchnorm._BatchNorm):
     """y = γ (x − μ) / √(σ² + ε) + β with μ and σ² of the global batch; torch's SyncBatchNorm is for CUDA alone.
 
@@ -202,20 +244,17 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         return y
 
     def _over_ranks(self, x: Tensor) -> Tensor:
-        axes = [axis for axis in range(x.ndim) if axis != 1]
-        shape = [1, -1] + [1] * (x.ndim - 2)
         n = world_size() * x.numel() // x.shape[1]
-        mean = total(x.sum(axes)) / n
-        centred = x - mean.view(shape)
-        variance = total(centred.square().sum(axes)) / n
+        mean, variance = global_statistics(x.detach())
         if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
-            with torch.no_grad():
-                self.num_batches_tracked += 1
-                share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-                self.running_mean.lerp_(mean, share)
-                self.running_var.lerp_(variance * (n / (n - 1)), share)
-        y = centred * (variance + self.eps).rsqrt().view(shape)
-        return y if self.weight is None else y * self.weight.view(shape) + self.bias.view(shape)
+            self.num_batches_tracked += 1
+            share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean, share)
+            self.running_var.lerp_(variance * (n / (n - 1)), share)
+        weight, bias = (
+            (torch.ones_like(mean), torch.zeros_like(mean)) if self.weight is None else (self.weight, self.bias)
+        )
+        return _Normalise.apply(x, weight, bias, mean, variance, self.eps)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.ndim not in (2, 4):

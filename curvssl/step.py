@@ -73,9 +73,7 @@ class Step:
         x = batch if self.images is None else self.images.index_select(0, batch)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             views = self.augment(torch.cat((x, x)), u.flatten(0, 1))
-            if self.device.type == "cuda":
-                views = views.contiguous(memory_format=torch.channels_last)
-            z0, z1 = self.net(views).chunk(2)
+            z0, z1 = self.net(views.contiguous(memory_format=torch.channels_last)).chunk(2)
         terms = self.criterion.terms(z0, z1)
         self.names = ("loss", *terms)
         loss = self.criterion.weigh(terms)

@@ -75,8 +75,8 @@ def _train(run: Run, data: Dataset, *, device: torch.device, progress: bool) -> 
 
     channels = max(3, data.train.images.shape[1])  # the augmentation makes grey images RGB
     net = run.make_net(channels=channels).to(device)
+    net = net.to(memory_format=torch.channels_last)  # faster convolutions, on CPU too
     if device.type == "cuda":
-        net = net.to(memory_format=torch.channels_last)
         torch.backends.cudnn.benchmark = True
     if ranks > 1:
         distributed.synchronise(net, device=device)

@@ -12,6 +12,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+STEMS = {"imagenet": "7×7", "small": "3×3"}
+FLOPS = {"imagenet": 0.217e9, "small": 3.329e9}  # forward + backward of ResNet-18 per 32×32 view
 MARK = re.compile(r"(<!-- table ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -34,7 +36,108 @@ def demo() -> str:
     return markdown(("", *next(iter(found["accuracy"].values()))), rows, "demo.json")
 
 
-TABLES: dict[str, Callable[[], str]] = {function.__name__: function for function in (demo,)}
+def gpu() -> str:
+    """Steps, with what each costs over Barlow Twins, and the peers of the same run."""
+    found = read("gpu.json")
+    top = found["ceilings"]["bf16_TFLOP_per_s"]
+    base = {(r["stem"], r["batch"]): r["ms"] for r in found["steps"] if r["method"] == "barlow-twins"}
+    ours = {(r["stem"], r["batch"]): r["ms"] for r in found["steps"] if r["method"] == "curvssl"}
+    rows = []
+    for r in found["steps"] + found["peers"]:
+        key = (r["stem"], r["batch"])
+        views = 2e3 * r["batch"] / r["ms"]
+        share = f"{views * FLOPS[r['stem']] / top / 1e12:.1%}"
+        over = f"{r['ms'] / base[key] - 1:+.1%}" if "method" in r else f"{r['ms'] / ours[key]:.1f}× our CurvSSL step"
+        name = r.get("method") or f"Barlow Twins, {r['peer']}, {r['workers']} workers"
+        rows.append([STEMS[r["stem"]], str(r["batch"]), name, f"{r['ms']:.2f}", f"{views:,.0f}", share, over])
+    header = ("stem", "batch", "method", "ms a step", "views/s", "of the bf16 ceiling", "over Barlow Twins")
+    return markdown(header, rows, "gpu.json")
+
+
+def gpu_rest() -> str:
+    """The ceilings, the augmentation, and the loss alone on a huge batch."""
+    found = read("gpu.json")
+    top, a, big = found["ceilings"], found["augmentation"], found["large_batch"]
+    rows = [
+        ["bf16 matrix product, 8192³", f"{top['bf16_TFLOP_per_s']:.0f} TFLOP/s"],
+        ["fp32 matrix product, 8192³", f"{top['fp32_TFLOP_per_s']:.0f} TFLOP/s"],
+        ["copy, bytes read and written", f"{top['copy_TB_per_s']:.2f} TB/s"],
+        [f"augmentation of {a['views']} views, kornia", f"{a['kornia_ms']:.2f} ms"],
+        ["the same, ours: eager", f"{a['eager_ms']:.2f} ms"],
+        ["compiled", f"{a['compiled_ms']:.3f} ms"],
+        ["captured", f"{a['captured_ms']:.3f} ms"],
+        [f"CurvSSL's loss with gradient, b = {big['batch']:,}", f"{big['loss_and_gradient_ms']:.0f} ms"],
+        ["its memory above the input", f"{big['peak_GB']:.1f} GB"],
+        ["its neighbour search, one view", f"{big['search_ms']:.0f} ms, {big['search_TFLOP_per_s']:.0f} TFLOP/s"],
+        ["the search's matrix products alone", f"{big['products_alone_ms']:.0f} ms"],
+    ]
+    return markdown(("", "measured"), rows, "gpu.json")
+
+
+def gpu_experiments() -> str:
+    found = read("gpu-experiments.json")
+    rows = [[str(r["run"]), STEMS[r["stem"]], r["method"], r["what"], f"{r['ms']:.3f}"] for r in found["rows"]]
+    return markdown(("run", "stem", "method", "variant, b = 256", "ms a step"), rows, "gpu-experiments.json")
+
+
+def losses() -> str:
+    rows = []
+    for r in read("losses-cpu.json")["losses"]:
+        s = r["seconds"]
+        over, naive = s["curvssl"] / s["barlow_twins"], s["naive"] / s["curvssl"]
+        rows.append([str(r["b"]), str(r["d"]), f"{1e3 * s['curvssl']:.1f}", f"{over:.1f}×", f"{naive:.2f}×"])
+    header = ("b", "d", "CurvSSL, ms", "over Barlow Twins alone", "naive Gram form over ours")
+    return markdown(header, rows, "losses-cpu.json")
+
+
+def streaming() -> str:
+    found = read("streaming-cpu.json")
+    base = found["per_second"]["views, torchvision's pipeline"]
+    rows = [
+        [name, f"{value:,.0f}", f"{value / base:.2f}×" if name.startswith("views") else ""]
+        for name, value in found["per_second"].items()
+    ]
+    rows.append(["images packed (`curvssl pack`)", f"{found['pack_images_per_s']:,.0f}", ""])
+    header = (f"a second, {found['settings']['workers']} workers", "measured", "over torchvision")
+    return markdown(header, rows, "streaming-cpu.json")
+
+
+def weak_scaling() -> str:
+    found = read("streaming-cpu.json")["weak_scaling"]
+    one = found["views_per_s"]["1 rank"]
+    rows = [[name, f"{value:,.0f}", f"{value / one:.2f}×"] for name, value in found["views_per_s"].items()]
+    return markdown((f"{found['batch_per_rank']} images each", "views/s", ""), rows, "streaming-cpu.json")
+
+
+def exchanged(method: str, *, batch: int, d: int) -> tuple[int, int]:
+    """Numbers that one step of a loss gathers and sums over the ranks, gradient included (docs/scaling.md)."""
+    if method == "vicreg":
+        return 0, 2 * (2 * d * d + 2 * d + 1)
+    emb = 2 * (d * d + 4 * d)
+    return (0, emb) if method == "barlow-twins" else (2 * batch * d, emb + 2 * 8 + 2 * batch * d)
+
+
+def communication() -> str:
+    """256 images a rank, d_z = 128: bytes that each rank sends, and what its neighbours cost at the measured rate."""
+    each, d, parameters = 256, 128, 11_176_512 + 512 * 512 + 2 * 512 + 512 * 128 + 128  # ResNet-18, 7×7 stem
+    speed = 1e12 * read("gpu.json")["large_batch"]["search_TFLOP_per_s"]
+    rows = []
+    for ranks in (1, 2, 8, 64, 256, 1024):
+        batch, ring = each * ranks, (ranks - 1) / ranks
+        sent = []
+        for method in ("barlow-twins", "curvssl"):
+            gathered, summed = exchanged(method, batch=batch, d=d)
+            sent.append(4 * ring * (gathered + 2 * summed) / 1e6)
+        flop = 2 * 2 * each * batch * d
+        weights = 4 * ring * 2 * parameters / 1e6
+        times = f"{1e3 * flop / speed:.2f}"
+        rows.append([f"{ranks:,}", f"{batch:,}", *(f"{x:,.1f}" for x in (weights, *sent)), f"{flop / 1e9:,.1f}", times])
+    header = ("ranks", "global batch", "weights' gradients, MB", "Barlow Twins, MB", "CurvSSL, MB")
+    return markdown((*header, "neighbours, GFLOP a rank", "neighbours, ms a rank"), rows, "gpu.json")
+
+
+MADE = (demo, gpu, gpu_rest, gpu_experiments, losses, streaming, weak_scaling, communication)
+TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in MADE}
 
 
 def rewritten(text: str) -> str:

@@ -16,12 +16,13 @@ from PIL import Image
 from pipeline import one_thread, weights
 
 from curvssl import stream
+from curvssl.arrays import channels_first, open_array
 from curvssl.augment import resize
 from curvssl.config import PretrainConfig, UserError, demo
 from curvssl.data import load
 from curvssl.decode import decode, header
 from curvssl.evaluate import dataset_of, draw_map, embed, features_of, probe
-from curvssl.folders import CANVAS, FolderImages, channels_first, held_out, list_images, open_array, open_images
+from curvssl.folders import CANVAS, FolderImages, held_out, list_images, open_images
 from curvssl.pack import pack
 from curvssl.rundir import Run
 from curvssl.train import pretrain

@@ -84,7 +84,7 @@ def test_a_step_is_the_textbook_step():
     optimizer.step()
     assert step.means()["loss"] == pytest.approx(loss.item(), rel=1e-5)
     norm = nn.utils.get_total_norm([p.grad for p in oracle.parameters()])
-    assert step.gradient_norm() == pytest.approx(float(norm), rel=1e-4)
+    assert step.gradient_norm() == pytest.approx(float(norm), rel=1e-3)
     for ours, theirs in zip(step.net.parameters(), oracle.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)  # a tenth of a step
 
