@@ -107,7 +107,7 @@ def pixels_of(part: Split) -> Features:
 def probe_features(
     train: Features, test: Features, *, seeds: Sequence[int], classes: int, predictions: Path | None = None
 ) -> dict[str, Any]:
-    """{probe: summary}, each rank some of the probes; with a folder, what each predicts for the test images goes there."""
+    """{probe: summary}, each rank some of the probes; with a folder, their predictions for the test images go there."""
     assert train.y is not None
     assert test.y is not None
     mine = list(PROBES)[distributed.rank() :: distributed.world_size()]
