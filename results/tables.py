@@ -54,6 +54,20 @@ def gpu() -> str:
     return markdown(header, rows, "gpu.json")
 
 
+def speed() -> str:
+    """README's short form: our CurvSSL step beside lightly's Barlow Twins step."""
+    found = read("gpu.json")
+    every = [r for r in found["steps"] + found["peers"] if r["batch"] == 256]
+    ms = {(r["stem"], r.get("method") or r["peer"]): r["ms"] for r in every}
+    rows = []
+    for stem, name in STEMS.items():
+        ours, base, theirs = ms[stem, "curvssl"], ms[stem, "barlow-twins"], ms[stem, "lightly"]
+        cells = [f"{ours:.2f} ms", f"{theirs:.1f} ms", f"{theirs / ours:.1f}×", f"{ours / base - 1:+.1%}"]
+        rows.append([f"ResNet-18, {name} stem", *cells])
+    header = ("b = 256", "CurvSSL, ours", "Barlow Twins, lightly", "ratio", "the curvature term costs")
+    return markdown(header, rows, "gpu.json")
+
+
 def gpu_rest() -> str:
     """The ceilings, the augmentation, and the loss alone on a huge batch."""
     found = read("gpu.json")
@@ -136,7 +150,7 @@ def communication() -> str:
     return markdown((*header, "neighbours, GFLOP a rank", "neighbours, ms a rank"), rows, "gpu.json")
 
 
-MADE = (demo, gpu, gpu_rest, gpu_experiments, losses, streaming, weak_scaling, communication)
+MADE = (demo, speed, gpu, gpu_rest, gpu_experiments, losses, streaming, weak_scaling, communication)
 TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in MADE}
 
 
