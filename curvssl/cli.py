@@ -265,13 +265,17 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
         return go
 
     def report(
-        runs: Positional[tuple[Path, ...]], out: Path = Path("report.html"), source: str = "auto"
+        runs: Positional[tuple[Path, ...]],
+        out: Path = Path("report.html"),
+        pictures: Path | None = None,
+        source: str = "auto",
     ) -> Callable[[], None]:
         """One self-contained page about one or more runs: map, numbers, geometry, provenance. Opens without a server.
 
         Args:
             runs: run directories.
             out: the page to write.
+            pictures: a folder for the same as PNG and PDF, for print.
             source: where a data set is fetched from.
         """
 
@@ -280,7 +284,7 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
 
             if not runs:
                 raise UserError("no run directory was given: curvssl report RUN…")
-            print(report(runs, out, source=source))
+            print(report(runs, out, source=source, print_to=pictures))
 
         return go
 

@@ -37,12 +37,19 @@ from curvssl.stream import Images
 LIMIT = 60_000  # images on a map; of a larger split this many are drawn at random, always the same
 
 
-def report(runs: Sequence[Path], out: Path, *, source: str = "auto") -> Path:
-    """Write the page about finished runs to `out`; what had to be computed for it is kept in their directories."""
+def report(runs: Sequence[Path], out: Path, *, source: str = "auto", print_to: Path | None = None) -> Path:
+    """Write the page about finished runs to `out`; what had to be computed for it is kept in their directories.
+
+    With `print_to`, the pictures of every run that has a map go there too, one folder a run.
+    """
     opened = [Run.read(path) for path in runs]
     plain = [collect(run, source=source, points=False) for run in opened]
     mapped = range(len(plain)) if len(plain) <= MAPS else [group["runs"][0] for group in groups(plain)]
-    return render([collect(run, source=source) if i in mapped else plain[i] for i, run in enumerate(opened)], out)
+    found = [collect(run, source=source) if i in mapped else plain[i] for i, run in enumerate(opened)]
+    if print_to is not None:
+        for i in mapped:
+            pictures(found[i], print_to / found[i].name)
+    return render(found, out)
 
 
 def collect(run: Run, *, source: str = "auto", points: bool = True) -> RunData:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +25,10 @@ def test_unknown_name_is_an_attribute_error_and_types_are_declared() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Curvature'"):
         _ = curvssl.Curvature
     assert files("curvssl").joinpath("py.typed").is_file()
+
+
+def test_readme_names_every_file_of_the_package():
+    root = Path(__file__).parents[1]
+    table = (root / "README.md").read_text().split("## The files")[1]
+    for file in (root / "curvssl").glob("*.py"):
+        assert f"`{file.name}`" in table or file.stem.startswith("__"), file.name
