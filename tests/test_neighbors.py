@@ -143,7 +143,7 @@ def test_memory_of_the_search_grows_as_the_number_of_points() -> None:
         used[n] = float(child.stdout)
     # 100,000 points may take 2,000 MB, so 18,000 may take 360; the matrix of all distances alone would be 1,296.
     assert used[18_000] < 360, used
-    assert used[18_000] < 4 * max(used[6_000], 30), used
+    assert used[18_000] < 6 * max(used[6_000], 30), used  # three times the points, nine times the distances
 
 
 @pytest.mark.gpu

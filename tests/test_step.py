@@ -81,12 +81,14 @@ def test_a_step_is_the_textbook_step():
     z0, z1 = (oracle(step.augment(images, numbers)) for numbers in u)
     loss = losses.BarlowTwinsLoss(lambda_emb=demo().lambda_emb)(z0, z1)
     loss.backward()
-    optimizer.step()
     assert step.means()["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    norm = nn.utils.get_total_norm([p.grad for p in oracle.parameters()])
-    assert step.gradient_norm() == pytest.approx(float(norm), rel=1e-3)
     for ours, theirs in zip(step.net.parameters(), oracle.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)  # a tenth of a step
+        assert float((ours.grad - theirs.grad).norm()) < 1e-2 * float(theirs.grad.norm()) + 1e-3
+        theirs.grad = ours.grad  # Adam turns the rounding of a small gradient into a whole step: give it the same
+    assert step.gradient_norm() == pytest.approx(float(nn.utils.get_total_norm([p.grad for p in oracle.parameters()])))
+    optimizer.step()
+    for ours, theirs in zip(step.net.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_means_are_those_of_the_steps_since_the_last_reset():
