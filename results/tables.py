@@ -94,6 +94,19 @@ def gpu_experiments() -> str:
     return markdown(("run", "stem", "method", "variant, b = 256", "ms a step"), rows, "gpu-experiments.json")
 
 
+def page() -> str:
+    """The report's map in a browser."""
+    rows = [
+        [
+            f"{r['points']:,}",
+            f"{r['pixel_ratio']}×",
+            *(f"{r[key]:.1f}" for key in ("median_ms", "worst_ms", "frames_per_s")),
+        ]
+        for r in read("page.json")["maps"]
+    ]
+    return markdown(("points", "pixel ratio", "redraw, median ms", "worst ms", "frames/s"), rows, "page.json")
+
+
 def losses() -> str:
     rows = []
     for r in read("losses-cpu.json")["losses"]:
@@ -150,7 +163,7 @@ def communication() -> str:
     return markdown((*header, "neighbours, GFLOP a rank", "neighbours, ms a rank"), rows, "gpu.json")
 
 
-MADE = (demo, speed, gpu, gpu_rest, gpu_experiments, losses, streaming, weak_scaling, communication)
+MADE = (demo, speed, gpu, gpu_rest, gpu_experiments, losses, page, streaming, weak_scaling, communication)
 TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in MADE}
 
 
