@@ -49,7 +49,7 @@ class Step:
         self._loss = self.loss
         if mode != "eager":
             keep_compile_cache()
-            # Many kernels of a small network last a few µs: launched side by side as one, they cost a fifth less.
+            # Many kernels of a small network last a few µs; launched together, a 7×7-stem step takes an eighth less.
             options: dict[str, Any] | None = {"combo_kernels": True} if device.type == "cuda" else None
             self._loss = torch.compile(self.loss, dynamic=False, options=options)
         self._graph: torch.cuda.CUDAGraph | None = None

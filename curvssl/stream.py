@@ -165,11 +165,6 @@ def in_batches(images: Source, size: int) -> Iterator[Tensor]:
 # ---- what fits
 
 
-def in_memory(images: Images, rows: Tensor) -> Tensor:
-    """Some of the images as a tensor; one that cannot be read is black."""
-    return images[rows] if isinstance(images, Tensor) else torch.cat(list(images[rows].split(CHUNK)))
-
-
 def resident(images: Images, *, device: torch.device) -> Tensor:
     """All images on the device. Each rank reads its share of them and gets the others' from the others."""
     if isinstance(images, Tensor):
