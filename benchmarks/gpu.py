@@ -11,6 +11,9 @@ import json
 import multiprocessing as mp
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -81,44 +84,127 @@ def make_step(stem: str, batch: int, method: str, mode: str) -> tuple[Any, Calla
     return step, call
 
 
-def step_worker(case: tuple[str, int, str], ready: Any, turn: Any, answers: Any) -> None:
-    """Compile and capture, wait for all the others, then time alone."""
-    started = time.perf_counter()
-    result: dict[str, Any] = {"stem": case[0], "batch": case[1], "method": case[2]}
+def step_worker(stem: str, batch: int, ready: Any, turn: Any, answers: Any) -> None:
+    """All objectives of one network and batch in one process, so that cuDNN has chosen the same algorithms for them;
+    they take turns, ten times, when every process has compiled and no other is timing."""
     try:
-        step, call = make_step(*case, "captured")
-        for n in range(6):
-            call()
+        calls, room = {}, {}
+        for method in METHODS:
+            before = torch.cuda.memory_reserved()
+            step, calls[method] = make_step(stem, batch, method, "captured")
+            for _ in range(6):
+                calls[method]()
             torch.cuda.synchronize()
-            if n == 0:
-                result["seconds_to_first_step"] = time.perf_counter() - started
-        result["mode"] = step.mode
+            assert step.mode == "captured"
+            room[method] = (torch.cuda.memory_reserved() - before) / 1e9
     except Exception as error:
-        answers.put(result | {"error": f"{type(error).__name__}: {error}"})
+        answers.put({"error": f"{stem}, {batch}: {type(error).__name__}: {error}"})
         raise
     finally:
         ready.wait()
     with turn:
-        torch.cuda.reset_peak_memory_stats()
-        result["ms"] = median_ms(call)
-        result["peak_GB"] = torch.cuda.max_memory_reserved() / 1e9
-    answers.put(result)
+        rounds: dict[str, list[float]] = {method: [] for method in METHODS}
+        for _ in range(10):
+            for method, call in calls.items():
+                rounds[method].append(median_ms(call, times=20, repeats=1))
+        for method, ms in rounds.items():
+            row = {"stem": stem, "batch": batch, "method": method, "ms": statistics.median(ms), "rounds": ms}
+            answers.put(row | {"peak_GB": room[method]})
 
 
-def steps(cases: list[tuple[str, int, str]]) -> list[dict[str, Any]]:
+def steps(cases: list[tuple[str, int]]) -> list[dict[str, Any]]:
     context = mp.get_context("spawn")
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"  # there are many compilers already
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "4"  # several compile at once
     answers, turn = context.Queue(), context.Lock()
     ready = context.Barrier(len(cases))
-    workers = [context.Process(target=step_worker, args=(case, ready, turn, answers)) for case in cases]
+    workers = [context.Process(target=step_worker, args=(*case, ready, turn, answers)) for case in cases]
     for worker in workers:
         worker.start()
-    found = [answers.get(timeout=600) for _ in workers]
+    found: list[dict[str, Any]] = []
+    while len(found) < len(cases) * len(METHODS):
+        found.append(answers.get(timeout=600))
+        if "error" in found[-1]:
+            raise RuntimeError(found[-1]["error"])
     for worker in workers:
         worker.join()
-    if broken := [r for r in found if "error" in r]:
-        raise RuntimeError(f"steps failed: {broken}")
-    return sorted(found, key=lambda r: cases.index((r["stem"], r["batch"], r["method"])))
+    del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
+    return sorted(found, key=lambda r: (cases.index((r["stem"], r["batch"])), METHODS.index(r["method"])))
+
+
+FIRST_STEPS = """
+import sys, time
+sys.path.insert(0, "benchmarks")
+import torch, gpu
+step, call = gpu.make_step("imagenet", 256, "curvssl", "captured")
+call(); torch.cuda.synchronize(); print(time.time())
+for _ in range(5): call()
+torch.cuda.synchronize(); print(time.time())
+"""
+
+
+def start_up() -> dict[str, float]:
+    """Seconds from the start of a process to the end of its first step, and of its sixth, which is captured; with an
+    empty compile cache and with the one that this leaves."""
+    found = {}
+    with tempfile.TemporaryDirectory() as cache:
+        places = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
+        for name in ("cold", "warm"):
+            started = time.time()
+            done = subprocess.run([sys.executable, "-c", FIRST_STEPS], env=os.environ | places, capture_output=True)
+            first, sixth = (float(line) - started for line in done.stdout.split())
+            found |= {f"{name}_first_step_s": first, f"{name}_captured_s": sixth}
+    return found
+
+
+def floor(stem: str, batch: int, ceiling: dict[str, float]) -> dict[str, Any]:
+    """What a step cannot go below as long as cuDNN makes the convolutions and BatchNorm is a pass of its own: the
+    convolutions of all layers alone, and the bytes of BatchNorm, ReLU and residuals at the speed of a copy.
+
+    Passes over an activation with ReLU, forward: read for the statistics; read, write. Backward: read x and ∂y for two
+    sums; read them, write ∂x. With a residual three more: it is read, the ReLU's mask is read, its gradient is written.
+    """
+    from torchvision.models.resnet import BasicBlock
+
+    from curvssl.models import make_net
+
+    shape = {"channels": 3, "size": 32, "width": 512, "depth": 2, "d_z": 128, "norm": False, "seed": 0}
+    net = make_net(encoder="resnet18", stem=stem, **shape).cuda().to(memory_format=torch.channels_last).bfloat16()
+    seen: list[tuple[Tensor, Tensor, nn.Conv2d]] = []
+    residual = {id(module.bn2) for module in net.modules() if isinstance(module, BasicBlock)}
+    bytes_moved = 0
+
+    def look(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        nonlocal bytes_moved
+        if isinstance(module, nn.Conv2d):
+            seen.append((inputs[0].detach(), torch.randn_like(output), module))
+        else:
+            bytes_moved += (11 if id(module) in residual else 8) * 2 * output.numel()
+
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d | nn.BatchNorm2d):
+            module.register_forward_hook(look)
+    x = torch.randn(2 * batch, 3, 32, 32, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        net(x.contiguous(memory_format=torch.channels_last))
+
+    def convolve() -> None:
+        for i, (x, dy, layer) in enumerate(seen):
+            shape = (layer.stride, layer.padding, [1, 1])
+            nn.functional.conv2d(x, layer.weight, None, layer.stride, layer.padding)
+            torch.ops.aten.convolution_backward(
+                dy, x, layer.weight, None, *shape, False, [0, 0], 1, [i > 0, True, False]
+            )
+
+    with torch.no_grad():
+        for _ in range(3):
+            convolve()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            convolve()
+    ms = median_ms(graph.replay)
+    norm = bytes_moved / ceiling["copy_TB_per_s"] / 1e9
+    return {"stem": stem, "batch": batch, "convolutions_ms": ms, "norm_GB": bytes_moved / 1e9, "norm_ms": norm}
 
 
 def ceilings() -> dict[str, float]:
@@ -157,26 +243,30 @@ def peer(stem: str, batch: int, *, lightly: bool, workers: int) -> dict[str, Any
 
     shape = {"channels": 3, "size": 32, "width": 512, "depth": 2, "d_z": 128, "norm": False, "seed": 0}
     net = make_net(encoder="resnet18", stem=stem, **shape).cuda().to(memory_format=torch.channels_last)
-    view = v2.Compose(
-        [
-            v2.RandomResizedCrop(32, (0.2, 1.0)),
-            v2.RandomHorizontalFlip(),
-            v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.4, 0.1)], 0.8),
-            v2.RandomGrayscale(0.2),
-            v2.PILToTensor(),
-            v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize(MEAN, STD),
-        ]
-    )
     criterion: nn.Module
+    two_views: Callable[[Any], Any]
     if lightly:
         from lightly.loss import BarlowTwinsLoss
-        from lightly.transforms.multi_view_transform import MultiViewTransform
+        from lightly.transforms import SimCLRTransform
 
-        criterion, two_views = BarlowTwinsLoss(lambda_param=1.0), MultiViewTransform([view, view])
+        colour = {"cj_bright": 0.4, "cj_contrast": 0.4, "cj_sat": 0.4, "cj_hue": 0.1}
+        normalize = {"mean": list(MEAN), "std": list(STD)}
+        two_views = SimCLRTransform(32, min_scale=0.2, gaussian_blur=0.0, normalize=normalize, **colour)
+        criterion = BarlowTwinsLoss(lambda_param=1.0)
     else:
         from curvssl.losses import BarlowTwinsLoss as Ours
 
+        view = v2.Compose(
+            [
+                v2.RandomResizedCrop(32, scale=(0.2, 1.0)),
+                v2.RandomHorizontalFlip(),
+                v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.8),
+                v2.RandomGrayscale(0.2),
+                v2.PILToTensor(),
+                v2.ToDtype(torch.float32, scale=True),
+                v2.Normalize(MEAN, STD),
+            ]
+        )
         criterion, two_views = Ours(), lambda picture: [view(picture), view(picture)]
     loader = torch.utils.data.DataLoader(
         Pictures(two_views),
@@ -201,7 +291,7 @@ def peer(stem: str, batch: int, *, lightly: bool, workers: int) -> dict[str, Any
         loss.backward()
         optimizer.step()
         counted = n - 19
-        if counted == 120 * 256 // batch:
+        if counted == 100 * 256 // batch:
             break
     torch.cuda.synchronize()
     name = "lightly" if lightly else "torchvision DataLoader"
@@ -291,6 +381,12 @@ def table(found: dict[str, Any]) -> str:
             f"   our CurvSSL step is {ratio:.1f}× faster"
         )
     a, big = found["augmentation"], found["large_batch"]
+    for r in found["floors"]:
+        lines.append(
+            f"{r['stem']:9} {r['batch']:5} convolutions alone {r['convolutions_ms']:.3f} ms, "
+            f"BatchNorm's {r['norm_GB']:.2f} GB at the speed of a copy {r['norm_ms']:.3f} ms"
+        )
+    lines.append("start-up: " + ", ".join(f"{name} {value:.1f}" for name, value in found["start_up"].items()))
     lines += [
         f"augmentation of {a['views']} views: kornia {a['kornia_ms']:.2f} ms, ours eager {a['eager_ms']:.2f}, "
         f"compiled {a['compiled_ms']:.3f}, captured {a['captured_ms']:.3f}",
@@ -317,7 +413,10 @@ def main() -> None:
     found["large_batch"] = large_batch(found["ceilings"])
     found["augmentation"] = augmentation()
     torch.cuda.empty_cache()
-    found["steps"] = steps([(stem, b, method) for b in options.batches for stem in FLOPS for method in METHODS])
+    found["floors"] = [floor(stem, 256, found["ceilings"]) for stem in FLOPS]
+    torch.cuda.empty_cache()
+    found["start_up"] = start_up()
+    found["steps"] = steps([(stem, b) for b in options.batches for stem in FLOPS])
     found["provenance"] = provenance(device=found["device"])
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -298,20 +298,20 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
         status: bool = False,
         table: bool = False,
         minutes: float | None = None,
-        share: str = "1/1",
         only: str = "",
         results: Path = Path("results"),
         runs: Path = Path("runs"),
         source: str = "auto",
     ) -> Callable[[], None]:
-        """The paper's table, run again, cell by cell; what has a result already is not run again.
+        """The paper's table, run again, cell by cell; what has a result already is not run again, and of several
+        processes each takes what no other has.
 
         Args:
-            study: faithful (the presets), literal (the paper's words alone) or alpha (the weight of the term).
+            study: faithful (the presets), literal (the paper's words alone), alpha (the weight of the term), recipe
+                (what the paper leaves open) or precision (bf16 captured against fp32 eager).
             status: only say what is done and what is missing.
             table: only print the table of what is there.
             minutes: stop after this long; the same command goes on later.
-            share: 2/4 takes every fourth cell from the second on, to divide a study between processes.
             only: only cells whose name contains this.
             results: where the JSON of each cell goes, one folder a study.
             runs: where the runs lie.
@@ -322,9 +322,7 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
             from curvssl import reproduce
 
             if not (status or table):
-                reproduce.run_study(
-                    study, results=results, runs=runs, minutes=minutes, share=share, only=only, source=source
-                )
+                reproduce.run_study(study, results=results, runs=runs, minutes=minutes, only=only, source=source)
             print(reproduce.status(study, results=results))
             if not status:
                 print(reproduce.study_table(study, results=results))

@@ -104,7 +104,7 @@ class CurvSSLLoss(BarlowTwinsLoss):
         b = len(z0) * world_size()
         check_k(self.k, n=b)
         c = standardise(self.scores(torch.stack((z0, z1))).mT, eps=self.eps)  # (b, 2): c̃ and c̃'
-        m = c.prod(1) / b  # M is rank one: its diagonal m and three sums are all that L_curv needs
+        m = c[:, 0] * c[:, 1] / b  # M is rank one: its diagonal m and three sums are all that L_curv needs
         sums = total(torch.stack((m.sum(), m.square().sum(), *c.square().sum(0))))
         trace, diagonal_squares, squares0, squares1 = sums.unbind()
         curvature = {

@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from curvssl.config import CHOICES, PretrainConfig, UserError, paper_cifar10, paper_mnist, unknown
-from curvssl.evaluate import NAMES, probe, spread, table
-from curvssl.rundir import provenance, write_json
-from curvssl.train import pretrain
+from curvssl.config import CHOICES, AugmentConfig, PretrainConfig, paper_cifar10, paper_mnist, unknown
+from curvssl.evaluate import NAMES, dataset_of, features_of, probe, probe_features, spread, table
+from curvssl.features import Features
+from curvssl.rundir import Busy, Run, lock, provenance, write_json
+from curvssl.train import hold_out, pretrain
 
 Study = dict[str, PretrainConfig]
 
@@ -65,7 +66,54 @@ def alpha() -> Study:
     return found
 
 
-STUDIES: dict[str, Callable[[], Study]] = {"faithful": faithful, "literal": literal, "alpha": alpha}
+def recipe() -> Study:
+    """What the paper leaves open, a change at a time, on CIFAR-10 at 50 epochs; judged on held-out training images."""
+    base = dataclasses.replace(paper_cifar10(), epochs=50, holdout=0.1, schedule="constant", projector_width=512)
+    base = dataclasses.replace(base, projector_norm=False, gamma="median", augment=AugmentConfig())
+    cosine = dataclasses.replace(base, schedule="cosine")
+    strong = AugmentConfig(brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2)
+    variants: dict[str, dict[str, Any]] = {
+        "cosine": {},
+        "cosine-norm": {"projector_norm": True},
+        "cosine-wide": {"projector_width": 2048},
+        "cosine-wide-norm": {"projector_width": 2048, "projector_norm": True},
+        "cosine-crop.08": {"augment": AugmentConfig(crop_scale=(0.08, 1.0))},
+        "cosine-crop.4": {"augment": AugmentConfig(crop_scale=(0.4, 1.0))},
+        "cosine-colour.8": {"augment": strong},
+        "cosine-blur": {"augment": AugmentConfig(blur=0.5)},
+        "cosine-warm20": {"warmup_epochs": 20},
+    }
+    twins = dataclasses.replace(base, method="barlow-twins")
+    found = {"cifar10-barlow-twins-constant": twins}
+    for name, changes in variants.items():
+        found[f"cifar10-barlow-twins-{name}"] = dataclasses.replace(cosine, method="barlow-twins", **changes)
+    for gamma in ("median", "scale", "auto"):
+        found[f"cifar10-kernel-curvssl-cosine-{gamma}"] = dataclasses.replace(
+            cosine, method="kernel-curvssl", gamma=gamma
+        )
+    for name in ("cosine", "cosine-wide"):
+        found[f"cifar10-vicreg-{name}"] = dataclasses.replace(cosine, method="vicreg", **variants[name])
+    return found
+
+
+def precision() -> Study:
+    """Whether the fast step trains as well: bf16 captured against fp32 eager, MNIST at 20 epochs, three seeds each."""
+    short = dataclasses.replace(paper_mnist(), epochs=20)
+    found: Study = {}
+    for kind, step in (("fp32", "eager"), ("bf16", "captured")):
+        chosen = dataclasses.replace(short, precision=kind, step=step)
+        curved = cells(chosen, methods=("curvssl",), seeds=SEEDS)
+        found |= {f"{name}-{kind}-{step}": config for name, config in curved.items()}
+    return found
+
+
+STUDIES: dict[str, Callable[[], Study]] = {
+    "faithful": faithful,
+    "literal": literal,
+    "alpha": alpha,
+    "recipe": recipe,
+    "precision": precision,
+}
 
 
 def cells(*presets: PretrainConfig, methods: Sequence[str], seeds: Sequence[int]) -> Study:
@@ -93,7 +141,6 @@ def run_study(
     results: Path,
     runs: Path,
     minutes: float | None = None,
-    share: str = "1/1",
     only: str = "",
     source: str = "auto",
 ) -> list[str]:
@@ -101,30 +148,33 @@ def run_study(
 
     After `minutes` the training under way writes a checkpoint and stops.
     """
-    study, todo = study_of(name), to_do(name, results=results, share=share, only=only)
+    study, todo = study_of(name), to_do(name, results=results, only=only)
     if minutes is not None:
         alarm = threading.Timer(60 * minutes, os.kill, (os.getpid(), signal.SIGTERM))
         alarm.daemon = True
         alarm.start()
+    finished = []
     for i, cell in enumerate(todo, 1):
-        print(f"{name}: {cell} ({i} of {len(todo)})", flush=True)
-        finish_cell(name, cell, study[cell], results=results, run_path=runs / name / cell, source=source)
-    return todo
+        try:
+            with lock(runs / name / cell / "cell"):
+                if cell in to_do(name, results=results, only=cell):
+                    print(f"{name}: {cell} ({i} of {len(todo)})", flush=True)
+                    finish_cell(name, cell, study[cell], results=results, run_path=runs / name / cell, source=source)
+                    finished.append(cell)
+        except Busy:  # several processes may work at a study: each takes what no other has
+            continue
+    return finished
 
 
-def to_do(name: str, *, results: Path, share: str = "1/1", only: str = "") -> list[str]:
-    """Cells without a result. `share` "2/4" takes every fourth from the second on: four processes divide a study."""
-    mine, of = (int(part) for part in share.split("/")) if re.fullmatch(r"\d+/\d+", share) else (0, 0)
-    if not 1 <= mine <= of:
-        raise UserError(f"share {share!r} is not understood: write 2/4 for the second of four")
-    cells = [cell for cell in study_of(name) if only in cell][mine - 1 :: of]
-    return [cell for cell in cells if not (results / name / f"{cell}.json").exists()]
+def to_do(name: str, *, results: Path, only: str = "") -> list[str]:
+    """Cells without a result."""
+    return [cell for cell in study_of(name) if only in cell and not (results / name / f"{cell}.json").exists()]
 
 
 def finish_cell(study: str, cell: str, config: PretrainConfig, *, results: Path, run_path: Path, source: str) -> None:
     started = time.monotonic()
     run = pretrain(config, out=run_path, source=source)
-    probes = probe(run, source=source, floors=False)
+    probes = judge(run, source=source)
     seconds = time.monotonic() - started
     made = provenance(device=run.read_json("provenance.json")["device"])
     made |= {key: run.read_json("provenance.json").get(key) for key in ("data_sha256", "seconds")}
@@ -134,12 +184,25 @@ def finish_cell(study: str, cell: str, config: PretrainConfig, *, results: Path,
             "study": study,
             "cell": cell,
             "config": config.to_dict(),
+            "judged_on": "held-out training images" if config.holdout else "test images",
             "probes": probes,
             "curves": thin(run.metrics()),
             "seconds_with_probes": seconds,
             "provenance": made,
         },
     )
+
+
+def judge(run: Run, *, source: str) -> dict[str, Any]:
+    """The probes: on the test images, or on the training images that were held out, where settings are to be chosen."""
+    if not run.config.holdout:
+        return probe(run, source=source, floors=False)
+    data = dataset_of(run, source=source)
+    train = features_of(run, data, "train")
+    assert train.y is not None
+    fit, held = hold_out(len(train.h), share=run.config.holdout, seed=run.config.seed)
+    parts = (Features(h=train.h[rows], y=train.y[rows]) for rows in (fit, held))
+    return probe_features(*parts, seeds=SEEDS, classes=len(data.classes))
 
 
 def thin(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -167,28 +230,30 @@ def status(name: str, *, results: Path) -> str:
 
 
 def study_rows(name: str, *, results: Path) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: what the paper says, every probe's mean ± standard deviation over pretraining seeds, and the
-    paired difference of the paper's probe (mlp) to Barlow Twins with its 95 % interval."""
-    groups: dict[tuple[str, str, float], dict[int, dict[str, Any]]] = {}
-    for found in read_results(name, results=results).values():
-        c = found["config"]
-        alpha = c["alpha_curv"] if "curvssl" in c["method"] else 0.0
-        groups.setdefault((c["dataset"], c["method"], alpha), {})[c["seed"]] = found["probes"]
+    """Header and rows, cells that differ in their seed alone together: what the paper says, every probe's mean ±
+    standard deviation over pretraining seeds, and the paired difference of the paper's probe (mlp) with its 95 %
+    interval, to Barlow Twins on the same data or, in a study without it, to the first row."""
+    groups: dict[str, dict[int, dict[str, Any]]] = {}
+    for cell, found in read_results(name, results=results).items():
+        groups.setdefault(re.sub(r"-seed\d+", "", cell), {})[found["config"]["seed"]] = found
+    bases: dict[str, str] = {}
+    for group, by_seed in groups.items():
+        c = next(iter(by_seed.values()))["config"]
+        if c["dataset"] not in bases or (c["method"] == "barlow-twins" and "barlow" not in bases[c["dataset"]]):
+            bases[c["dataset"]] = group
     rows = []
-    for (dataset, method, alpha), by_seed in sorted(groups.items()):
-        base = groups.get((dataset, "barlow-twins", 0.0), {})
-        pairs = [by_seed[s]["mlp"]["mean"] - base[s]["mlp"]["mean"] for s in by_seed if s in base]
-        paper = PAPER[dataset, method] if name != "alpha" else None
-        rows.append(
-            [
-                f"{dataset}, {NAMES[method]}" + (f", α {alpha:g}" if name == "alpha" and alpha else ""),
-                str(len(by_seed)),
-                f"{paper:.1f}" if paper else "–",
-                *(spread([probes[p]["mean"] for probes in by_seed.values()]) for p in ("mlp", "linear", "knn")),
-                difference(pairs) if method != "barlow-twins" else "",
-            ]
-        )
-    return ["", "seeds", "paper", "mlp (the paper's)", "linear", "kNN", "over Barlow Twins"], rows
+    for group, by_seed in sorted(groups.items()):
+        c = next(iter(by_seed.values()))["config"]
+        dataset, method = c["dataset"], c["method"]
+        base = groups[bases[dataset]]
+        pairs = [by_seed[s]["probes"]["mlp"]["mean"] - base[s]["probes"]["mlp"]["mean"] for s in by_seed if s in base]
+        rest = group.removeprefix(f"{dataset}-{method}").replace("-", ", ").replace("alpha", "α ")
+        paper = f"{PAPER[dataset, method]:.1f}" if name in ("faithful", "literal") else "–"
+        accuracy = (spread([f["probes"][p]["mean"] for f in by_seed.values()]) for p in ("mlp", "linear", "knn"))
+        over = "" if group == bases[dataset] else difference(pairs)
+        rows.append([f"{dataset}, {NAMES[method]}{rest}", str(len(by_seed)), paper, *accuracy, over])
+    over = "over Barlow Twins" if any("barlow" in base for base in bases.values()) else "over the first"
+    return ["", "seeds", "paper", "mlp (the paper's)", "linear", "kNN", over], rows
 
 
 def difference(pairs: Sequence[float]) -> str:

@@ -182,6 +182,10 @@ class Run:
         return json.loads(file.read_text()) if file.exists() else {}
 
 
+class Busy(UserError):
+    """Another process is at it."""
+
+
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
     """One process trains in a run directory at a time; the lock goes with the process, however it ends."""
@@ -190,7 +194,7 @@ def lock(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another process trains in {path}: wait for it, or use another --out") from None
+            raise Busy(f"another process trains in {path}: wait for it, or use another --out") from None
         yield
 
 

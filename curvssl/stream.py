@@ -5,6 +5,7 @@ What fits on the device is read once and lives there (`resident`); what does not
 """
 
 import contextlib
+import gc
 import math
 import mmap
 import os
@@ -137,7 +138,13 @@ def _started(loader: Iterable[tuple[Tensor, Bad]]) -> Iterator[tuple[Tensor, Bad
     with warnings.catch_warnings():
         # Python 3.12 warns of a fork in a process with threads; the workers use none of what those threads hold.
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-        return iter(loader)
+        # A worker must not collect the garbage it was born with: to free a CUDA tensor there ends it.
+        gc.collect()
+        gc.freeze()
+        try:
+            return iter(loader)
+        finally:
+            gc.unfreeze()
 
 
 def note(images: Images, bad: Bad) -> None:

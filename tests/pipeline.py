@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,18 @@ from curvssl.train import pretrain
 SHORT = dataclasses.replace(demo(), image_size=8, epochs=8, warmup_epochs=1, monitor_every=4)
 TINY = dataclasses.replace(SHORT, epochs=2, monitor_every=1, k=5)  # two epochs of ten steps
 CLOCKS = ("seconds", "views_per_s")  # the columns of metrics.jsonl that may differ between two equal runs
+
+
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """Whatever makes the host wait for the CUDA device is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode calls itself a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def flags(config: PretrainConfig) -> list[str]:

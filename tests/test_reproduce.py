@@ -9,7 +9,8 @@ from scipy import stats
 
 from curvssl import reproduce
 from curvssl.cli import main
-from curvssl.config import PretrainConfig, UserError, demo, paper_cifar10, paper_mnist
+from curvssl.config import PretrainConfig, demo, paper_cifar10, paper_mnist
+from curvssl.rundir import lock
 
 
 def tiny() -> reproduce.Study:
@@ -64,18 +65,25 @@ def test_a_study_is_run_once_and_its_cells_say_where_they_come_from(tmp_path: Pa
     assert found["curves"][-1]["epoch"] == 1
 
 
-def test_shares_divide_the_cells_whatever_is_done_already(tmp_path: Path):
-    study = reproduce.faithful()
-    done = list(study)[4]
-    write_cell(tmp_path / "faithful", done, study[done], 50.0)
-    shares = [reproduce.to_do("faithful", results=tmp_path, share=f"{i}/3") for i in (1, 2, 3)]
-    assert sorted(shares[0] + shares[1] + shares[2]) == sorted(set(study) - {done})
-    assert reproduce.to_do("faithful", results=tmp_path, only="mnist-vicreg") == [
-        f"mnist-vicreg-seed{s}" for s in range(3)
-    ]
-    for share in ("0/3", "4/3", "2", "a/b"):
-        with pytest.raises(UserError, match="write 2/4"):
-            reproduce.to_do("faithful", results=tmp_path, share=share)
+def test_of_two_processes_each_takes_what_the_other_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(reproduce.STUDIES, "tiny", tiny)
+    where = {"results": tmp_path / "results", "runs": tmp_path / "runs"}
+    with lock(tmp_path / "runs/tiny/digits-barlow-twins-seed0/cell"):  # as another process would hold it
+        assert reproduce.run_study("tiny", **where) == ["digits-curvssl-seed0"]
+    assert reproduce.run_study("tiny", **where) == ["digits-barlow-twins-seed0"]
+
+
+def test_settings_are_chosen_on_training_images_that_were_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The test images are not there to be looked at."""
+    chosen = {"digits-vicreg-held": dataclasses.replace(next(iter(tiny().values())), holdout=0.2)}
+    monkeypatch.setitem(reproduce.STUDIES, "choice", lambda: chosen)
+    reproduce.run_study("choice", results=tmp_path / "results", runs=tmp_path / "runs")
+    found = json.loads((tmp_path / "results/choice/digits-vicreg-held.json").read_text())
+    assert found["judged_on"] == "held-out training images"
+    held = int(0.2 * 1437)
+    right = found["probes"]["knn"]["mean"] / 100 * held
+    assert right == pytest.approx(round(right), abs=1e-6)  # so many of the held-out images, not of another set
+    assert not (tmp_path / "runs/choice/digits-vicreg-held/features-test.npz").exists()
 
 
 def test_the_table_has_the_papers_number_the_spread_over_seeds_and_the_paired_difference(tmp_path: Path):

@@ -1,0 +1,129 @@
+"""Weight gradients of convolutions, and Adam with them, on a second stream beside the rest of the backward pass.
+
+Nobody waits for a layer's weight gradient but the optimiser, and nobody for the optimiser but the next step; meanwhile
+small layers leave most of a GPU idle. A compiled step runs on one stream, so the second is opened inside an operation
+that the compiler does not look into.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adam import Adam, adam
+
+# What the compiler may not do, for it does not see that a buffer is still being read on the other stream.
+OPTIONS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
+
+_streams: dict[int, torch.cuda.Stream] = {}
+_update: list[Callable[[int, Tensor], bool]] = []  # of the step whose backward pass is under way
+
+
+def second_stream() -> torch.cuda.Stream:
+    device = torch.cuda.current_device()
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream()
+    return _streams[device]
+
+
+@torch.library.custom_op("curvssl::weight_gradient", mutates_args=())
+def weight_gradient(
+    grad: Tensor, x: Tensor, weight: Tensor, number: int, stride: list[int], padding: list[int]
+) -> Tensor:
+    """∂L/∂W in float32 of y = conv2d(x, W), and the update of weight `number`, on the second stream."""
+    here, beside = torch.cuda.current_stream(), second_stream()
+    beside.wait_stream(here)
+    with torch.cuda.stream(beside):
+        found = _gradients(grad, x, weight, stride, padding, [False, True, False])[1].float()
+        # In float32 `weight` is the weight itself, which the rest of the backward pass still reads.
+        updated = weight.dtype != torch.float32 and any(update(number, found) for update in _update)
+    for tensor in (grad, x):
+        tensor.record_stream(beside)  # its memory may not be given to others before
+    found.record_stream(here)
+    if not updated:
+        here.wait_stream(beside)
+    return found
+
+
+@weight_gradient.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, number: int, stride: list[int], padding: list[int]) -> Tensor:
+    return torch.empty_like(weight, dtype=torch.float32)
+
+
+def _gradients(grad: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int], wanted: Any) -> Any:
+    """∂L/∂x and ∂L/∂W, those of them that are wanted."""
+    return torch.ops.aten.convolution_backward(grad, x, weight, None, stride, padding, [1, 1], False, [0, 0], 1, wanted)
+
+
+class _Convolve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, number: int, stride: list[int], padding: list[int]) -> Tensor:
+        low = weight.to(x.dtype)
+        ctx.save_for_backward(x, low)
+        ctx.number, ctx.stride, ctx.padding = number, stride, padding
+        return nn.functional.conv2d(x, low, None, stride, padding)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, low = ctx.saved_tensors
+        d_weight = weight_gradient(grads[0], x, low, ctx.number, ctx.stride, ctx.padding)
+        wanted = [ctx.needs_input_grad[0], False, False]
+        d_x = _gradients(grads[0], x, low, ctx.stride, ctx.padding, wanted)[0]
+        return d_x, d_weight, None, None, None
+
+
+class Beside(nn.Conv2d):
+    """A convolution whose weight has a number."""
+
+    number: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        low = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+        return _Convolve.apply(x.to(low), self.weight, self.number, list(self.stride), list(self.padding))
+
+
+def beside(net: nn.Module) -> list[Tensor]:
+    """Make every plain convolution of a network take its weight gradient on the second stream; these weights."""
+    weights: list[Tensor] = []
+    for module in net.modules():
+        if type(module) is not nn.Conv2d or module.bias is not None or module.groups > 1 or module.dilation != (1, 1):
+            continue
+        if not isinstance(module.padding, str) and module.padding_mode == "zeros":
+            module.__class__ = Beside
+            setattr(module, "number", len(weights))  # noqa: B010
+            weights.append(module.weight)
+    return weights
+
+
+def backward_and_step(loss: Tensor, optimizer: Adam, weights: list[Tensor]) -> None:
+    """loss.backward() and optimizer.step(), the weights above updated as soon as their gradients are there."""
+    updated: list[Tensor] = []
+    group = optimizer.param_groups[0]
+    settings: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay", "eps", "capturable")}
+    settings |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
+    settings |= {"amsgrad": False, "maximize": False, "fused": True}
+
+    def update(number: int, grad: Tensor) -> bool:
+        weight = weights[number]
+        state = optimizer.state.get(weight)
+        if not state:  # the optimiser's first step makes it
+            return False
+        first, second, steps = ([state[name]] for name in ("exp_avg", "exp_avg_sq", "step"))
+        adam([weight], [grad], first, second, [], steps, **settings)
+        updated.append(weight)
+        return True
+
+    _update.append(update)
+    try:
+        loss.backward()
+    finally:
+        _update.clear()
+    torch.cuda.current_stream().wait_stream(second_stream())
+    gradients = [weight.grad for weight in updated]
+    for weight in updated:
+        weight.grad = None  # the optimiser passes over it
+    optimizer.step()
+    for weight, gradient in zip(updated, gradients, strict=True):
+        weight.grad = gradient

@@ -1,0 +1,139 @@
+"""The hand-written layers against torch's: in Triton's interpreter anywhere, on the device where there is one."""
+
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from curvssl.models import make_net, per_view
+
+SHAPES = [(6, 70, 5, 5), (4, 32, 8, 6), (8, 512, 1, 1)]
+
+COMPARE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import test_layers
+for shape in test_layers.SHAPES:
+    test_layers.compare_norm(shape, device="cpu")
+test_layers.compare_pool((2, 5, 8, 6), device="cpu")
+"""
+
+
+def channels_last(*shape: int, device: str, seed: int = 0) -> Tensor:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return x.to(device).contiguous(memory_format=torch.channels_last)
+
+
+def compare_norm(shape: tuple[int, int, int, int], *, device: str) -> None:
+    """Outputs, gradients and running statistics in float32 against torch's in float64, one view at a time."""
+    from curvssl import layers
+
+    for residual, relu in ((False, False), (False, True), (True, True)):
+        ours = nn.BatchNorm2d(shape[1]).to(device)
+        nn.init.uniform_(ours.weight, -1, 2)
+        nn.init.normal_(ours.bias)
+        oracle = copy.deepcopy(ours).double()
+        x = (channels_last(*shape, device=device) * 2 + 50).requires_grad_()
+        r = (channels_last(*shape, device=device, seed=1) * 0.5).requires_grad_()
+        exact, exact_r = (t.detach().double().requires_grad_() for t in (x, r))
+        y = layers.norm(ours, x, residual=r if residual else None, relu=relu)
+        expected = torch.cat([oracle(view) for view in exact.chunk(2)])
+        expected = expected + exact_r if residual else expected
+        expected = F.relu(expected) if relu else expected
+        torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
+        g = channels_last(*shape, device=device, seed=2)
+        y.backward(g)
+        expected.backward(g.double())
+        for mine, theirs in ((x, exact), (r, exact_r), *zip(ours.parameters(), oracle.parameters(), strict=True)):
+            if theirs.grad is None:
+                assert mine.grad is None
+            else:
+                # A value that rounding lifts over the ReLU's edge passes its gradient on, or not.
+                assert float((mine.grad - theirs.grad).norm()) <= 1e-3 * float(theirs.grad.norm()) + 1e-5
+        for mine, theirs in zip(ours.buffers(), oracle.buffers(), strict=True):
+            torch.testing.assert_close(mine.double(), theirs.double(), rtol=1e-4, atol=1e-4)
+
+
+def compare_pool(shape: tuple[int, int, int, int], *, device: str) -> None:
+    """Values rounded to halves, so that many are equal: the same one of equals gets the gradient."""
+    from curvssl import layers
+
+    x = ((channels_last(*shape, device=device) * 2).round() / 2).requires_grad_()
+    expected = F.max_pool2d(x, 3, 2, 1)
+    g = torch.randn_like(expected)
+    y = layers.pool(x)[0]
+    assert y.equal(expected)
+    torch.testing.assert_close(torch.autograd.grad(y, x, g), torch.autograd.grad(expected, x, g))
+
+
+def test_kernels_equal_torchs_layers_in_tritons_interpreter() -> None:
+    pytest.importorskip("triton", reason="the kernels are written in Triton, which this platform does not have")
+    here = __file__.rpartition("/")[0]
+    # The interpreter is chosen when triton is imported, so it needs a process of its own.
+    done = subprocess.run(
+        [sys.executable, "-c", COMPARE, here],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_stem_on_blocks_is_the_convolution_with_stride_two() -> None:
+    layers = pytest.importorskip("curvssl.layers", reason="the module needs Triton")
+    x = torch.randn(2, 3, 28, 32, dtype=torch.float64)
+    weight = torch.randn(8, 3, 7, 7, dtype=torch.float64, requires_grad=True)
+    expected = F.conv2d(x, weight, stride=2, padding=3)
+    y = layers.stem(x, weight)
+    torch.testing.assert_close(y, expected)
+    g = torch.randn_like(expected)
+    torch.testing.assert_close(torch.autograd.grad(y, weight, g), torch.autograd.grad(expected, weight, g))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [*SHAPES, (512, 64, 32, 32), (512, 256, 2, 2)])
+def test_norm_equals_torchs_on_the_device(shape: tuple[int, int, int, int]) -> None:
+    compare_norm(shape, device="cuda")
+
+
+@pytest.mark.gpu
+def test_pool_equals_torchs_on_the_device() -> None:
+    compare_pool((64, 64, 16, 16), device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+@pytest.mark.parametrize("stem", ["imagenet", "small"])
+@pytest.mark.parametrize("encoder", ["resnet18", "resnet-mini"])
+def test_a_quickened_network_has_the_outputs_and_gradients_of_the_plain_one(encoder: str, stem: str) -> None:
+    from curvssl import layers
+
+    shape = {"channels": 3, "size": 32, "width": 64, "depth": 2, "d_z": 16, "norm": False, "seed": 0}
+    plain = make_net(encoder=encoder, stem=stem, **shape).cuda().to(memory_format=torch.channels_last)
+    quick, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    for net in (plain, quick, exact):
+        per_view(net)
+    layers.quicken(quick)
+    x = channels_last(64, 3, 32, 32, device="cuda")
+    g = torch.randn(64, 16, device="cuda")
+    outputs = [net(x.to(next(net.parameters()).dtype)) for net in (plain, quick, exact)]
+    for y in outputs:
+        y.backward(g.to(y.dtype))
+
+    def error(net: nn.Module) -> float:
+        """How far the gradients are from those in float64, relative, the worst of all layers."""
+        pairs = zip(net.parameters(), exact.parameters(), strict=True)
+        return max(float((p.grad - q.grad).norm() / (q.grad.norm() + 1e-6)) for p, q in pairs)
+
+    torch.testing.assert_close(outputs[1].double(), outputs[2], rtol=1e-2, atol=1e-2)
+    assert error(quick) < 3 * error(plain) + 1e-4
+    for mine, theirs in zip(quick.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+    quick.eval(), plain.eval()
+    torch.testing.assert_close(quick(x), plain(x), rtol=1e-2, atol=1e-2)
