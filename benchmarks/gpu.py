@@ -114,7 +114,7 @@ def step_worker(stem: str, batch: int, ready: Any, turn: Any, answers: Any) -> N
 
 def steps(cases: list[tuple[str, int]]) -> list[dict[str, Any]]:
     context = mp.get_context("spawn")
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "4"  # several compile at once
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "8"  # two compile at once
     answers, turn = context.Queue(), context.Lock()
     ready = context.Barrier(len(cases))
     workers = [context.Process(target=step_worker, args=(*case, ready, turn, answers)) for case in cases]
@@ -169,6 +169,7 @@ def floor(stem: str, batch: int, ceiling: dict[str, float]) -> dict[str, Any]:
 
     shape = {"channels": 3, "size": 32, "width": 512, "depth": 2, "d_z": 128, "norm": False, "seed": 0}
     net = make_net(encoder="resnet18", stem=stem, **shape).cuda().to(memory_format=torch.channels_last).bfloat16()
+    torch.backends.cudnn.benchmark = True
     seen: list[tuple[Tensor, Tensor, nn.Conv2d]] = []
     residual = {id(module.bn2) for module in net.modules() if isinstance(module, BasicBlock)}
     bytes_moved = 0
@@ -358,69 +359,56 @@ def large_batch(ceiling: dict[str, float], n: int = 65_536, d: int = 128, k: int
 
 
 def table(found: dict[str, Any]) -> str:
-    top = found["ceilings"]
-    lines = [
-        f"{found['device']}: bf16 product {top['bf16_TFLOP_per_s']:.0f} TFLOP/s, fp32 {top['fp32_TFLOP_per_s']:.0f}, "
-        f"copy {top['copy_TB_per_s']:.2f} TB/s",
-        f"{'stem':9} {'batch':>5} {'method':24} {'ms/step':>8} {'views/s':>10} {'of bf16':>8} {'over BT':>8} {'GB':>6}",
-    ]
-    base = {(r["stem"], r["batch"]): r["ms"] for r in found["steps"] if r["method"] == "barlow-twins"}
-    for r in found["steps"]:
+    """Steps and peers; the rest is in the JSON, and in docs/performance.md."""
+    top = found["ceilings"]["bf16_TFLOP_per_s"]
+    rows = [*found["steps"], *found.get("large_steps", []), *found.get("peers", [])]
+    ms = {(r["stem"], r["batch"], r.get("method")): r["ms"] for r in rows}
+    lines = [f"{'stem':9} {'batch':>5} {'':24} {'ms/step':>8} {'views/s':>10} {'of bf16':>8} {'over BT':>8} {'GB':>6}"]
+    for r in rows:
         views = 2e3 * r["batch"] / r["ms"]
-        share = views * FLOPS[r["stem"]] / top["bf16_TFLOP_per_s"] / 1e12
-        over = r["ms"] / base[r["stem"], r["batch"]] - 1
-        lines.append(
-            f"{r['stem']:9} {r['batch']:5} {r['method']:24} {r['ms']:8.3f} {views:10,.0f} {share:8.1%} {over:+8.1%} "
-            f"{r['peak_GB']:6.1f}"
-        )
-    ours = {(r["stem"], r["batch"]): r["ms"] for r in found["steps"] if r["method"] == "curvssl"}
-    for r in found["peers"]:
-        ratio = r["ms"] / ours[r["stem"], r["batch"]]
-        lines.append(
-            f"{r['stem']:9} {r['batch']:5} {r['peer']:24} {r['ms']:8.3f} {2e3 * r['batch'] / r['ms']:10,.0f}"
-            f"   our CurvSSL step is {ratio:.1f}× faster"
-        )
-    a, big = found["augmentation"], found["large_batch"]
-    for r in found["floors"]:
-        lines.append(
-            f"{r['stem']:9} {r['batch']:5} convolutions alone {r['convolutions_ms']:.3f} ms, "
-            f"BatchNorm's {r['norm_GB']:.2f} GB at the speed of a copy {r['norm_ms']:.3f} ms"
-        )
-    lines.append("start-up: " + ", ".join(f"{name} {value:.1f}" for name, value in found["start_up"].items()))
-    lines += [
-        f"augmentation of {a['views']} views: kornia {a['kornia_ms']:.2f} ms, ours eager {a['eager_ms']:.2f}, "
-        f"compiled {a['compiled_ms']:.3f}, captured {a['captured_ms']:.3f}",
-        f"loss with gradient at b = {big['batch']:,}: {big['loss_and_gradient_ms']:.0f} ms, {big['peak_GB']:.1f} GB; "
-        f"search {big['search_ms']:.0f} ms a view = {big['search_TFLOP_per_s']:.0f} TFLOP/s, "
-        f"{big['share_of_fp32_ceiling']:.0%} of the fp32 ceiling (products alone {big['products_alone_ms']:.0f} ms)",
-    ]
+        line = f"{r['stem']:9} {r['batch']:5} {r.get('method') or r['peer']:24} {r['ms']:8.3f} {views:10,.0f}"
+        if "method" in r:
+            over = r["ms"] / ms[r["stem"], r["batch"], "barlow-twins"] - 1
+            line += f" {views * FLOPS[r['stem']] / top / 1e12:8.1%} {over:+8.1%} {r['peak_GB']:6.1f}"
+        else:
+            line += f"   our CurvSSL step is {r['ms'] / ms[r['stem'], r['batch'], 'curvssl']:.1f}× faster"
+        lines.append(line)
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/gpu.json"))
-    parser.add_argument("--batches", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--parts", nargs="+", default=[*PARTS], choices=[*PARTS], help="what to measure")
     parser.add_argument("--workers", type=int, default=16, help="loader workers of the peers")
     options = parser.parse_args()
     from curvssl.rundir import provenance
 
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name()}
-    found["peers"] = [
-        peer(stem, 256, lightly=lightly, workers=options.workers) for stem in FLOPS for lightly in (True, False)
-    ]
-    found["ceilings"] = ceilings()
-    found["large_batch"] = large_batch(found["ceilings"])
-    found["augmentation"] = augmentation()
-    torch.cuda.empty_cache()
-    found["floors"] = [floor(stem, 256, found["ceilings"]) for stem in FLOPS]
-    torch.cuda.empty_cache()
-    found["start_up"] = start_up()
-    found["steps"] = steps([(stem, b) for b in options.batches for stem in FLOPS])
-    found["provenance"] = provenance(device=found["device"])
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "workers": options.workers, "steps": []}
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(table(found))
+    for name in options.parts:
+        started = time.monotonic()
+        found[name] = PARTS[name](found)
+        torch.cuda.empty_cache()
+        found["provenance"] = provenance(device=found["device"])
+        options.out.write_text(json.dumps(found, indent=1) + "\n")  # a run cut short has kept what it knew
+        print(f"{name}, {time.monotonic() - started:.0f} s: {json.dumps(found[name])}", flush=True)
+    if found["steps"]:
+        print(table(found))
+
+
+PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "ceilings": lambda found: ceilings(),
+    "peers": lambda found: [
+        peer(stem, 256, lightly=lightly, workers=found["workers"]) for stem in FLOPS for lightly in (True, False)
+    ],
+    "steps": lambda found: steps([(stem, 256) for stem in FLOPS]),
+    "floors": lambda found: [floor(stem, 256, found["ceilings"]) for stem in FLOPS],
+    "large_batch": lambda found: large_batch(found["ceilings"]),
+    "augmentation": lambda found: augmentation(),
+    "start_up": lambda found: start_up(),
+    "large_steps": lambda found: steps([(stem, 1024) for stem in FLOPS]),
+}
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ def weight_gradient(
     here, beside = torch.cuda.current_stream(), second_stream()
     beside.wait_stream(here)
     with torch.cuda.stream(beside):
-        found = _gradients(grad, x, weight, stride, padding, [False, True, False])[1].float()
+        found = torch.empty_like(weight, dtype=torch.float32)
+        found.copy_(_gradients(grad, x, weight, stride, padding, [False, True, False])[1])
         # In float32 `weight` is the weight itself, which the rest of the backward pass still reads.
         updated = weight.dtype != torch.float32 and any(update(number, found) for update in _update)
     for tensor in (grad, x):

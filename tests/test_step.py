@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -124,24 +125,20 @@ def test_compiled_and_captured_steps_train_as_eager_ones_do(method: str, mode: s
     for one in (eager, step):
         take(one, 10)
     assert step.mode == mode
+    check_agreement(step, eager)
+    rows, u = torch.arange(BATCH, device="cuda"), torch.rand(2, BATCH, step.augment.draws, device="cuda")
+    with nothing_waits() if mode == "captured" else nullcontext():
+        for _ in range(3):
+            step(rows, u, 1e-3)
+
+
+def check_agreement(step: Step, eager: Step) -> None:
     for name, value in eager.means().items():
-        assert step.means()[name] == pytest.approx(value, rel=2e-2, abs=1e-2), name
+        assert step.means()[name] == pytest.approx(value, rel=2e-2, abs=3e-2), name
     assert step.gradient_norm() == pytest.approx(eager.gradient_norm(), rel=0.2)
     for ours, theirs in zip(step.net.parameters(), eager.net.parameters(), strict=True):
         # Adam turns the rounding of a gradient near zero into a whole step, so single weights may part.
         assert float((ours - theirs).norm()) <= 0.05 * float(theirs.norm()) + 0.02
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("default")
-def test_a_captured_step_waits_for_nothing():
-    step = make_step("curvssl", "captured", torch.device("cuda"))
-    take(step, 5)
-    rows = torch.arange(BATCH, device="cuda")
-    u = torch.rand(2, BATCH, step.augment.draws, device="cuda")
-    with nothing_waits():
-        for _ in range(3):
-            step(rows, u, 1e-3)
 
 
 @pytest.mark.gpu
