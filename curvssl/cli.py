@@ -310,7 +310,7 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
             study: faithful (the presets), literal (the paper's words alone), alpha (the weight of the term), recipe
                 (what the paper leaves open) or precision (bf16 captured against fp32 eager).
             status: only say what is done and what is missing.
-            table: only print the table of what is there.
+            table: only make the tables and figures of what is there, in results/figures.
             minutes: stop after this long; the same command goes on later.
             only: only cells whose name contains this.
             results: where the JSON of each cell goes, one folder a study.
@@ -326,6 +326,9 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
             print(reproduce.status(study, results=results))
             if not status:
                 print(reproduce.study_table(study, results=results))
+            if table:
+                for file in reproduce.draw_figures(study, results=results):
+                    print(file)
 
         return go
 

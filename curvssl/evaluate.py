@@ -12,12 +12,13 @@ import torch
 from curvssl import distributed, features
 from curvssl.augment import resize
 from curvssl.config import UserError
-from curvssl.data import Dataset, Split, describe, load_on_ranks, say
+from curvssl.data import Dataset, Split, describe, load_on_ranks
 from curvssl.features import Features, extract_over_ranks, raw_pixels
 from curvssl.folders import FolderImages, canvas_of, open_images, write_bad_images
 from curvssl.geometry import curvature
 from curvssl.probes import PROBES, summary
 from curvssl.rundir import FREE, Run, write_atomic, write_json
+from curvssl.sources import say
 
 SPLITS = ("train", "test")
 PIXELS = 32

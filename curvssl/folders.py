@@ -20,9 +20,10 @@ from torch import Tensor
 
 from curvssl.arrays import ArrayImages, open_array
 from curvssl.config import UserError
-from curvssl.data import Dataset, Split, say
+from curvssl.data import Dataset, Split
 from curvssl.decode import SUFFIXES, decode, header, is_image, why
 from curvssl.rundir import write_bytes
+from curvssl.sources import say
 from curvssl.stream import Bad, blank, check_share, in_batches, own_cores, stream
 
 CANVAS = 1.15  # times the image size: the side of the squares that files are decoded to

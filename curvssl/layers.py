@@ -6,10 +6,10 @@ other. A batch (2b, C, H, W) in channels_last is a matrix of pixels × channels,
 its lower, and each view is normalised by its own statistics.
 """
 
+import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.library import triton_op, wrap_triton
 
 ROWS = 64  # pixels and channels of a tile: 16 kB in float32
 COLUMNS = 64
+LARGE = 2**22  # numbers in an activation; in a network of smaller ones these kernels were slower than the compiler's
 PROGRAMS = 1024  # a sum over pixels is spread over about this many
 
 # ---- BatchNorm, then a residual to add, then ReLU ----
@@ -312,24 +313,11 @@ pool.register_autograd(_pool_backward, setup_context=_keep_code)
 # ---- torchvision's ResNet with these layers ----
 
 
-def stem(x: Tensor, weight: Tensor) -> Tensor:
-    """The 7×7 convolution with stride 2 as a 4×4 one on blocks of 2×2 pixels: 16 channels suit the GPU and 3 do not.
-
-    Window i begins at pixel 2i − 3. With a row of zeros before its 7 it begins at 2i − 4, where a block begins.
-    """
-    blocks = F.pixel_unshuffle(F.pad(x, (4, 2, 4, 2)), 2)
-    taps = F.pixel_unshuffle(F.pad(weight, (1, 0, 1, 0)), 2)
-    spare = -blocks.shape[1] % 8
-    blocks, taps = (F.pad(t, (0, 0, 0, 0, 0, spare)) for t in (blocks, taps))
-    blocks, taps = (t.contiguous(memory_format=torch.channels_last) for t in (blocks, taps))
-    return F.conv2d(blocks, taps)
-
-
 class QuickBlock(nn.Module):
     """Mixed into torchvision's BasicBlock."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if not self.training or x.dtype == torch.float64:
+        if not _quick(self, x, size=x.numel()):
             return super().forward(x)
         out = norm(self.bn1, self.conv1(x), relu=True)
         if self.downsample is not None:
@@ -341,21 +329,23 @@ class QuickResNet(nn.Module):
     """Mixed into torchvision's ResNet."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if not self.training or x.dtype == torch.float64:
+        pixels = x.shape[2] * x.shape[3] // math.prod(self.conv1.stride)
+        if not _quick(self, x, size=len(x) * self.conv1.out_channels * pixels):
             return super().forward(x)
-        seven = self.conv1.kernel_size == (7, 7) and x.shape[2] % 2 == x.shape[3] % 2 == 0
-        x = stem(x, self.conv1.weight) if seven else self.conv1(x)
-        x = norm(self.bn1, x, relu=True)
-        if isinstance(self.maxpool, nn.MaxPool2d):
-            even = x.shape[2] % 2 == x.shape[3] % 2 == 0
-            x = pool(x)[0] if even else self.maxpool(x)
+        x = norm(self.bn1, self.conv1(x), relu=True)
+        pools = isinstance(self.maxpool, nn.MaxPool2d) and x.shape[2] % 2 == x.shape[3] % 2 == 0
+        x = pool(x)[0] if pools else self.maxpool(x)
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             x = stage(x)
         return self.fc(self.avgpool(x).flatten(1))
 
 
+def _quick(module: nn.Module, x: Tensor, *, size: int) -> bool:
+    return module.training and x.dtype != torch.float64 and size >= LARGE
+
+
 def quicken(net: nn.Module) -> None:
-    """Give torchvision's ResNets and their blocks the layers above while they train."""
+    """Give torchvision's ResNets and their blocks the layers above for large activations while they train."""
     from torchvision.models.resnet import BasicBlock, ResNet
 
     for module in net.modules():

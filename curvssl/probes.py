@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvssl.config import UserError, unknown
-from curvssl.features import Features
+from curvssl.config import UserError
 
 EPOCHS = 50  # the paper's
 BATCH_SIZE = 256
@@ -126,6 +125,9 @@ def knn(
     return _result(torch.cat(shares)[None], test_y, settings)
 
 
+PROBES: dict[str, Callable[..., ProbeResult]] = {"linear": linear, "mlp": mlp, "knn": knn}
+
+
 # --- heads ------------------------------------------------------------------------------------------------------------
 
 
@@ -155,9 +157,8 @@ def _mlp_logits(params: Params, x: Tensor, covariance: Tensor | None) -> Tensor:
     a = x W has mean 0, because x is standardised, and variance diag(Wᵀ Cov(x) W); no running average is needed.
     """
     weight, scale, shift, last, bias = params
-    a = (weight.mT @ x.mT).flatten(0, 1)[
-        None
-    ]  # (1, H · hidden, n): to batch_norm every unit of every head is a channel
+    # (1, H · hidden, n): to batch_norm every unit of every head is a channel.
+    a = (weight.mT @ x.mT).flatten(0, 1)[None]
     scale, shift = scale.flatten(), shift.flatten()
     if covariance is None:
         a = F.batch_norm(a, None, None, scale, shift, training=True)
@@ -348,28 +349,6 @@ def _check(train_h: Tensor, train_y: Tensor, test_h: Tensor, test_y: Tensor, *, 
         raise UserError(
             f"labels run from {train_y.min()} to {train_y.max()}: with {classes} classes, 0 … {classes - 1}"
         )
-
-
-PROBES: dict[str, Callable[..., ProbeResult]] = {"linear": linear, "mlp": mlp, "knn": knn}
-
-
-def run_probes(
-    train: Features,
-    test: Features,
-    *,
-    names: Sequence[str] = ("linear", "mlp", "knn"),
-    seeds: tuple[int, ...] = (0, 1, 2),
-    device: torch.device | str | None = None,
-) -> dict[str, Any]:
-    """{probe: {"accuracy" (per seed), "mean", "std", "settings"}}, ready for JSON; percent of the test images."""
-    for name in names:
-        if name not in PROBES:
-            raise unknown("probe", name, PROBES)
-    if train.y is None or test.y is None:
-        raise UserError("probes need labels, and these images have none: use maps, or give labels for train and test")
-    data = (train.h, train.y, test.h, test.y)
-    classes = int(train.y.max()) + 1
-    return {name: summary(PROBES[name](*data, classes=classes, seeds=seeds, device=device)) for name in names}
 
 
 def summary(result: ProbeResult) -> dict[str, Any]:

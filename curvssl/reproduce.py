@@ -1,10 +1,9 @@
-"""The paper's table, run again: a study is a function that returns configurations, one for each cell.
+"""The paper's table and figures, run again, a study's cells one by one (studies.py says which).
 
 Each finished cell is one JSON in results/STUDY/, with its provenance. What is there is not run again, so a campaign can
-be spread over as many bookings and machines as it takes.
+be spread over as many bookings and machines as it takes, and tables and figures are made from the JSON alone.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -13,20 +12,25 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from curvssl.config import CHOICES, AugmentConfig, PretrainConfig, paper_cifar10, paper_mnist, unknown
+from curvssl import figures
+from curvssl.config import PretrainConfig
 from curvssl.evaluate import NAMES, dataset_of, features_of, probe, probe_features, spread, table
-from curvssl.features import Features
+from curvssl.features import Features, load
+from curvssl.maps import COLOURS
 from curvssl.rundir import Busy, Run, lock, provenance, write_json
+from curvssl.sources import say
+from curvssl.studies import SEEDS, study_of
 from curvssl.train import hold_out, pretrain
 
-Study = dict[str, PretrainConfig]
-
-SEEDS = (0, 1, 2)
 CURVE_POINTS = 100  # rows of metrics that a cell's JSON keeps
+PICTURED = ("barlow-twins", "curvssl", "kernel-curvssl")  # whose first seed in the study "faithful" gets a map
+WATCHED = (("rho", 2), ("effective_rank", 0))  # of the last batch, and how many digits to show
+CURVES = ("invariance", "redundancy", "effective_rank", "rho", "z_std", "knn")
 PAPER = {  # Table 1, accuracy in percent
     ("mnist", "vicreg"): 95.9,
     ("mnist", "barlow-twins"): 94.9,
@@ -39,97 +43,6 @@ PAPER = {  # Table 1, accuracy in percent
 }
 # Two-sided 95 % points of Student's t, by degrees of freedom: differences are paired over few seeds.
 STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-
-
-# ---- the studies ----
-
-
-def faithful() -> Study:
-    """Table 1 with the smallest declared departures that train: the presets as they are."""
-    return cells(paper_mnist(), paper_cifar10(), methods=CHOICES["method"], seeds=SEEDS)
-
-
-def literal() -> Study:
-    """Table 1 with nothing that the paper does not state: no warm-up."""
-    presets = (dataclasses.replace(preset(), warmup_epochs=0.0) for preset in (paper_mnist, paper_cifar10))
-    return cells(*presets, methods=CHOICES["method"], seeds=SEEDS)
-
-
-def alpha() -> Study:
-    """A first look at the term: α_curv on CIFAR-10 at 100 epochs, paired over two seeds; α = 0 is Barlow Twins."""
-    short = dataclasses.replace(paper_cifar10(), epochs=100)
-    found = cells(short, methods=("barlow-twins",), seeds=SEEDS[:2])
-    for weight in (1.0, 10.0, 100.0):
-        weighed = dataclasses.replace(short, alpha_curv=weight)
-        curved = cells(weighed, methods=("curvssl", "kernel-curvssl"), seeds=SEEDS[:2])
-        found |= {f"{name}-alpha{weight:g}": config for name, config in curved.items()}
-    return found
-
-
-def recipe() -> Study:
-    """What the paper leaves open, a change at a time, on CIFAR-10 at 50 epochs; judged on held-out training images."""
-    base = dataclasses.replace(paper_cifar10(), epochs=50, holdout=0.1, schedule="constant", projector_width=512)
-    base = dataclasses.replace(base, projector_norm=False, gamma="median", augment=AugmentConfig())
-    cosine = dataclasses.replace(base, schedule="cosine")
-    strong = AugmentConfig(brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2)
-    variants: dict[str, dict[str, Any]] = {
-        "cosine": {},
-        "cosine-norm": {"projector_norm": True},
-        "cosine-wide": {"projector_width": 2048},
-        "cosine-wide-norm": {"projector_width": 2048, "projector_norm": True},
-        "cosine-crop.08": {"augment": AugmentConfig(crop_scale=(0.08, 1.0))},
-        "cosine-crop.4": {"augment": AugmentConfig(crop_scale=(0.4, 1.0))},
-        "cosine-colour.8": {"augment": strong},
-        "cosine-blur": {"augment": AugmentConfig(blur=0.5)},
-        "cosine-warm20": {"warmup_epochs": 20},
-    }
-    twins = dataclasses.replace(base, method="barlow-twins")
-    found = {"cifar10-barlow-twins-constant": twins}
-    for name, changes in variants.items():
-        found[f"cifar10-barlow-twins-{name}"] = dataclasses.replace(cosine, method="barlow-twins", **changes)
-    for gamma in ("median", "scale", "auto"):
-        found[f"cifar10-kernel-curvssl-cosine-{gamma}"] = dataclasses.replace(
-            cosine, method="kernel-curvssl", gamma=gamma
-        )
-    for name in ("cosine", "cosine-wide"):
-        found[f"cifar10-vicreg-{name}"] = dataclasses.replace(cosine, method="vicreg", **variants[name])
-    return found
-
-
-def precision() -> Study:
-    """Whether the fast step trains as well: bf16 captured against fp32 eager, MNIST at 20 epochs, three seeds each."""
-    short = dataclasses.replace(paper_mnist(), epochs=20)
-    found: Study = {}
-    for kind, step in (("fp32", "eager"), ("bf16", "captured")):
-        chosen = dataclasses.replace(short, precision=kind, step=step)
-        curved = cells(chosen, methods=("curvssl",), seeds=SEEDS)
-        found |= {f"{name}-{kind}-{step}": config for name, config in curved.items()}
-    return found
-
-
-STUDIES: dict[str, Callable[[], Study]] = {
-    "faithful": faithful,
-    "literal": literal,
-    "alpha": alpha,
-    "recipe": recipe,
-    "precision": precision,
-}
-
-
-def cells(*presets: PretrainConfig, methods: Sequence[str], seeds: Sequence[int]) -> Study:
-    """Seed by seed, so that a campaign cut short has whole rows."""
-    return {
-        f"{preset.dataset}-{method}-seed{seed}": dataclasses.replace(preset, method=method, seed=seed)
-        for seed in seeds
-        for preset in presets
-        for method in methods
-    }
-
-
-def study_of(name: str) -> Study:
-    if name not in STUDIES:
-        raise unknown("study", name, STUDIES)
-    return STUDIES[name]()
 
 
 # ---- running ----
@@ -163,6 +76,7 @@ def run_study(
                     finished.append(cell)
         except Busy:  # several processes may work at a study: each takes what no other has
             continue
+    map_cells(name, results=results, runs=runs)
     return finished
 
 
@@ -205,6 +119,34 @@ def judge(run: Run, *, source: str) -> dict[str, Any]:
     return probe_features(*parts, seeds=SEEDS, classes=len(data.classes))
 
 
+def to_map(name: str, *, results: Path) -> list[str]:
+    """Cells whose test features are to be drawn and have not been mapped yet."""
+    first = {cell: c for cell, c in study_of(name).items() if name == "faithful" and c.seed == SEEDS[0]}
+    return [
+        cell
+        for cell, c in first.items()
+        if c.method in PICTURED and not (results / name / "maps" / f"{cell}.json").exists()
+    ]
+
+
+def map_cells(name: str, *, results: Path, runs: Path) -> None:
+    """UMAP of the features that lie in finished runs; they may come from a machine without umap-learn."""
+    for cell in to_map(name, results=results):
+        file = runs / name / cell / "features-test.npz"
+        if not file.exists():
+            continue
+        if find_spec("umap") is None:
+            say(f"{cell} has no map yet: that needs umap-learn; copy {file} to a machine that has it and go on there")
+            continue
+        found = load(file)
+        assert found.y is not None
+        classes = Run.read(runs / name / cell).read_json("data.json")["classes"]
+        record = figures.map_record(found.h, found.y, classes=classes)
+        write_json(
+            results / name / "maps" / f"{cell}.json", {"cell": cell} | record | {"provenance": provenance(device="cpu")}
+        )
+
+
 def thin(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """At most CURVE_POINTS rows, evenly spaced, the last among them."""
     every = math.ceil(len(rows) / CURVE_POINTS) or 1
@@ -222,7 +164,9 @@ def read_results(name: str, *, results: Path) -> dict[str, dict[str, Any]]:
 
 def status(name: str, *, results: Path) -> str:
     done, study = read_results(name, results=results), study_of(name)
-    missing = [cell for cell in study if cell not in done]
+    missing = [cell for cell in study if cell not in done] + [
+        f"map of {cell}" for cell in to_map(name, results=results)
+    ]
     spent = sum(found["seconds_with_probes"] for found in done.values()) / 60
     return f"{name}: {len(done)} of {len(study)} cells, {spent:.1f} minutes" + (
         f"; missing: {', '.join(missing)}" if missing else ""
@@ -248,12 +192,15 @@ def study_rows(name: str, *, results: Path) -> tuple[list[str], list[list[str]]]
         base = groups[bases[dataset]]
         pairs = [by_seed[s]["probes"]["mlp"]["mean"] - base[s]["probes"]["mlp"]["mean"] for s in by_seed if s in base]
         rest = group.removeprefix(f"{dataset}-{method}").replace("-", ", ").replace("alpha", "α ")
-        paper = f"{PAPER[dataset, method]:.1f}" if name in ("faithful", "literal") else "–"
+        paper = PAPER.get((dataset, method)) if name in ("faithful", "literal") else None
         accuracy = (spread([f["probes"][p]["mean"] for f in by_seed.values()]) for p in ("mlp", "linear", "knn"))
         over = "" if group == bases[dataset] else difference(pairs)
-        rows.append([f"{dataset}, {NAMES[method]}{rest}", str(len(by_seed)), paper, *accuracy, over])
+        last = [f["curves"][-1] for f in by_seed.values()]
+        watched = (f"{statistics.mean(row[key] for row in last):.{digits}f}" for key, digits in WATCHED)
+        first = [f"{dataset}, {NAMES[method]}{rest}", str(len(by_seed)), f"{paper:.1f}" if paper else "–"]
+        rows.append([*first, *accuracy, over, *watched])
     over = "over Barlow Twins" if any("barlow" in base for base in bases.values()) else "over the first"
-    return ["", "seeds", "paper", "mlp (the paper's)", "linear", "kNN", over], rows
+    return ["", "seeds", "paper", "mlp (the paper's)", "linear", "kNN", over, "ρ", "effective rank"], rows
 
 
 def difference(pairs: Sequence[float]) -> str:
@@ -270,3 +217,29 @@ def difference(pairs: Sequence[float]) -> str:
 def study_table(name: str, *, results: Path) -> str:
     header, rows = study_rows(name, results=results)
     return table(header, rows) if rows else f"{name}: no results yet in {results / name}"
+
+
+def draw_figures(name: str, *, results: Path) -> list[Path]:
+    """Training curves of a study and its maps, one figure a data set, as PNG and PDF in results/figures; the PNGs."""
+    cells = read_results(name, results=results)
+    drawn = []
+    for dataset in sorted({found["config"]["dataset"] for found in cells.values()}):
+        mine = {cell: found for cell, found in cells.items() if found["config"]["dataset"] == dataset}
+        methods = sorted({found["config"]["method"] for found in mine.values()})
+        style = {
+            cell: {
+                "color": COLOURS[methods.index(found["config"]["method"])],
+                "label": NAMES[found["config"]["method"]],
+            }
+            for cell, found in mine.items()
+        }
+        curves = {cell: found["curves"] for cell, found in mine.items()}
+        title = f"{name}: {dataset}, one line a seed"
+        out = results / "figures" / f"curves-{name}-{dataset}"
+        drawn.append(figures.draw_curves(curves, keys=CURVES, title=title, out=out, style=style)[0])
+        files = {method: results / name / "maps" / f"{dataset}-{method}-seed{SEEDS[0]}.json" for method in PICTURED}
+        records = {NAMES[m]: json.loads(file.read_text()) for m, file in files.items() if file.exists()}
+        if records:
+            title, out = f"UMAP of h, {dataset}, test images", results / "figures" / f"umap-{name}-{dataset}"
+            drawn.append(figures.draw_maps(records, title=title, out=out)[0])
+    return drawn

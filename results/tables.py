@@ -84,8 +84,47 @@ def gpu_rest() -> str:
         ["its memory above the input", f"{big['peak_GB']:.1f} GB"],
         ["its neighbour search, one view", f"{big['search_ms']:.0f} ms, {big['search_TFLOP_per_s']:.0f} TFLOP/s"],
         ["the search's matrix products alone", f"{big['products_alone_ms']:.0f} ms"],
+        ["the search, of the fp32 product's rate", f"{big['share_of_fp32_ceiling']:.0%}"],
     ]
     return markdown(("", "measured"), rows, "gpu.json")
+
+
+def gpu_floors() -> str:
+    """What a step cannot go below, as it is made."""
+    rows = []
+    for r in read("gpu.json")["floors"]:
+        both = r["convolutions_ms"] + r["norm_ms"]
+        rows.append(
+            [
+                STEMS[r["stem"]],
+                f"{r['convolutions_ms']:.2f} ms",
+                f"{r['norm_GB']:.2f} GB",
+                f"{r['norm_ms']:.2f} ms",
+                f"{both:.2f} ms",
+            ]
+        )
+    header = ("stem", "cuDNN's convolutions alone", "BatchNorm, ReLU, residuals", "at the speed of a copy", "together")
+    return markdown(header, rows, "gpu.json")
+
+
+def gpu_sharing() -> str:
+    """Several processes on one GPU."""
+    found = read("gpu-experiments.json")["sharing"]
+    ms = {(r["mps"], r["processes"]): r["ms"] for r in found}
+    rows = [
+        [str(n), *(f"{ms[mps, n]:.2f}" if (mps, n) in ms else "" for mps in (False, True))]
+        for n in sorted({r["processes"] for r in found})
+    ]
+    return markdown(("processes", "ms a step of all, plain", "with MPS"), rows, "gpu-experiments.json")
+
+
+def gpu_profile() -> str:
+    """Where the time of a step went."""
+    rows = [
+        [STEMS[r["stem"]], r["part"], f"{r['us'] / 1e3:.2f} ms", str(r["kernels"])]
+        for r in read("gpu-experiments.json")["profile"]
+    ]
+    return markdown(("stem", "part of a step", "time", "kernels"), rows, "gpu-experiments.json")
 
 
 def gpu_experiments() -> str:
@@ -163,8 +202,43 @@ def communication() -> str:
     return markdown((*header, "neighbours, GFLOP a rank", "neighbours, ms a rank"), rows, "gpu.json")
 
 
-MADE = (demo, speed, gpu, gpu_rest, gpu_experiments, losses, page, streaming, weak_scaling, communication)
+def of_study(name: str) -> Callable[[], str]:
+    """The table of a study of `curvssl reproduce`."""
+
+    def made() -> str:
+        from curvssl.reproduce import read_results, study_rows
+
+        cells = read_results(name, results=HERE)
+        if not cells:
+            return "No cell of this study has been run yet.\n"
+        header, rows = study_rows(name, results=HERE)
+        lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
+        from_ = [cell["provenance"] for cell in cells.values()]
+        devices, commits = (", ".join(sorted({str(p[key]) for p in from_})) for key in ("device", "commit"))
+        minutes = sum(cell["seconds_with_probes"] for cell in cells.values()) / 60
+        where = f"results/{name}/: {len(cells)} cells, {minutes:.0f} minutes on {devices}, commit {commits}"
+        return "\n".join([*lines, "", f"<sub>{where}</sub>", ""])
+
+    return made
+
+
+MADE = (
+    demo,
+    speed,
+    gpu,
+    gpu_rest,
+    gpu_floors,
+    gpu_sharing,
+    gpu_profile,
+    gpu_experiments,
+    losses,
+    page,
+    streaming,
+    weak_scaling,
+    communication,
+)
 TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in MADE}
+TABLES |= {f"study-{name}": of_study(name) for name in ("faithful", "literal", "alpha", "recipe", "precision")}
 
 
 def rewritten(text: str) -> str:

@@ -24,9 +24,10 @@ import numpy as np
 import pytest
 import torch
 
-from curvssl import data
+from curvssl import data, sources
 from curvssl.config import UserError
-from curvssl.data import DATASETS, SHA256, Dataset, Split, channel_statistics, load
+from curvssl.data import DATASETS, Dataset, Split, channel_statistics, load
+from curvssl.sources import SHA256
 
 PARTS = ("train-images", "train-labels", "test-images", "test-labels")
 MNIST_COUNTS = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]  # of 60,000, as every textbook lists them
@@ -142,13 +143,14 @@ def test_prefix_goes_to_its_function_with_the_rest(monkeypatch: pytest.MonkeyPat
 
 
 def test_no_address_is_written_in_the_source() -> None:
-    assert "://" not in Path(data.__file__).read_text(encoding="utf-8")
+    for module in (data, sources):
+        assert "://" not in Path(module.__file__).read_text(encoding="utf-8")
 
 
 # ---- the cache, with digits as the set that is kept in it
 
 
-def digits_arrays() -> data.Arrays:
+def digits_arrays() -> sources.Arrays:
     digits = load("digits")
     arrays = {}
     for part, split in (("train", digits.train), ("test", digits.test)):
@@ -157,16 +159,16 @@ def digits_arrays() -> data.Arrays:
     return arrays
 
 
-def keep_digits(root: Path) -> data.Arrays:
-    return data.stored("digits", {"memory": digits_arrays}, root=root, source="auto")
+def keep_digits(root: Path) -> sources.Arrays:
+    return sources.stored("digits", {"memory": digits_arrays}, root=root, source="auto")
 
 
-def refuse() -> data.Arrays:
+def refuse() -> sources.Arrays:
     raise UserError("no network")
 
 
-def read_only(root: Path) -> data.Arrays:
-    return data.stored("digits", {"nowhere": refuse}, root=root, source="auto")
+def read_only(root: Path) -> sources.Arrays:
+    return sources.stored("digits", {"nowhere": refuse}, root=root, source="auto")
 
 
 def test_second_load_needs_no_source(tmp_path: Path) -> None:
@@ -212,7 +214,7 @@ def test_any_flipped_bit_of_the_header_is_detected_or_harmless(tmp_path: Path) -
         content = bytearray(whole)
         content[bit // 8] ^= 1 << bit % 8
         path.write_bytes(content)
-        arrays, damage = data._read("digits", tmp_path / "digits")
+        arrays, damage = sources._read("digits", tmp_path / "digits")
         detected += damage is not None
         if arrays is not None:
             got = arrays["test-images"]
@@ -241,19 +243,19 @@ def test_missing_part_is_fetched(tmp_path: Path) -> None:
 def test_wrong_pixels_are_refused_and_auto_goes_on_to_the_next_source(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def wrong() -> data.Arrays:
+    def wrong() -> sources.Arrays:
         arrays = digits_arrays()
         arrays["test-images"] = 255 - arrays["test-images"]
         return arrays
 
-    def broken() -> data.Arrays:
+    def broken() -> sources.Arrays:
         files: dict[str, np.ndarray] = {}
         return {"train-images": files["package/data"]}
 
     with pytest.raises(UserError, match=r"digits from wrong: test-images has SHA-256 .* use another source"):
-        data.stored("digits", {"wrong": wrong, "right": digits_arrays}, root=tmp_path, source="wrong")
+        sources.stored("digits", {"wrong": wrong, "right": digits_arrays}, root=tmp_path, source="wrong")
     assert not list((tmp_path / "digits").glob("*.npy"))
-    data.stored("digits", {"broken": broken, "wrong": wrong, "right": digits_arrays}, root=tmp_path, source="auto")
+    sources.stored("digits", {"broken": broken, "wrong": wrong, "right": digits_arrays}, root=tmp_path, source="auto")
     said = capsys.readouterr().err
     assert "broken failed (KeyError: 'package/data'); trying wrong next\n" in said
     assert "use another source; trying right next\n" in said
@@ -290,17 +292,17 @@ def test_process_killed_in_the_middle_of_a_write_leaves_the_old_file_whole(tmp_p
 import resource, signal, sys
 import numpy as np
 from pathlib import Path
-from curvssl import data
+from curvssl import sources
 path = Path(sys.argv[1])
-data._write(path, np.full(3_000_000, 1, dtype=np.uint8))
+sources._write(path, np.full(3_000_000, 1, dtype=np.uint8))
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 try:
-    data._write(path, np.full(3_000_000, 2, dtype=np.uint8))
+    sources._write(path, np.full(3_000_000, 2, dtype=np.uint8))
 except OSError:
     print("failed, left behind:", len(list(path.parent.glob("*.tmp"))), flush=True)
 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # from here on the kernel kills instead
-data._write(path, np.full(3_000_000, 3, dtype=np.uint8))
+sources._write(path, np.full(3_000_000, 3, dtype=np.uint8))
 """
     path = tmp_path / "digits" / "train-images.npy"
     path.parent.mkdir()
@@ -318,7 +320,7 @@ def test_processes_that_start_together_fetch_once(tmp_path: Path) -> None:
     code = """
 import sys, time
 from pathlib import Path
-from curvssl import data
+from curvssl import data, sources
 def slow():
     with open(sys.argv[2], "a") as log:
         log.write("fetched\\n")
@@ -327,7 +329,7 @@ def slow():
     splits = (("train", digits.train), ("test", digits.test))
     images = {f"{part}-images": split.images.numpy() for part, split in splits}
     return images | {f"{part}-labels": split.labels.byte().numpy() for part, split in splits}
-data.stored("digits", {"slow": slow}, root=Path(sys.argv[1]), source="auto")
+sources.stored("digits", {"slow": slow}, root=Path(sys.argv[1]), source="auto")
 """
     children = [python(code, tmp_path, tmp_path / "log") for _ in range(2)]
     outputs = [child.communicate() for child in children]
@@ -378,7 +380,7 @@ def test_torchvision_download_of_idx_files_is_decoded(site: tuple[Path, str], mo
     monkeypatch.setattr(FashionMNIST, "mirrors", [address])
     monkeypatch.setattr(FashionMNIST, "resources", resources)
     patience = socket.getdefaulttimeout()
-    arrays = data.from_torchvision("FashionMNIST")
+    arrays = sources.from_torchvision("FashionMNIST")
     assert socket.getdefaulttimeout() == patience
     for part, expected in contents.items():
         assert np.array_equal(arrays[part], expected[:, None] if expected.ndim == 3 else expected)
@@ -409,7 +411,7 @@ def test_torchvision_download_of_cifar_batches_is_decoded(
     for field, value in {"url": address + "cifar.tar.gz", "tgz_md5": md5, "meta": meta, **lists}.items():
         monkeypatch.setattr(CIFAR10, field, value)
     monkeypatch.setattr(CIFAR10, "filename", "cifar.tar.gz")
-    arrays = data.from_torchvision("CIFAR10")
+    arrays = sources.from_torchvision("CIFAR10")
     assert np.array_equal(arrays["train-images"], images[:10])
     assert np.array_equal(arrays["train-labels"], labels[:10])
     assert np.array_equal(arrays["test-images"], images[10:])
@@ -418,12 +420,12 @@ def test_torchvision_download_of_cifar_batches_is_decoded(
 
 def test_site_that_accepts_but_never_answers_is_not_reachable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert not data.reachable(f"http://127.0.0.1:{silent.getsockname()[1]}/", seconds=0.2)
+        assert not sources.reachable(f"http://127.0.0.1:{silent.getsockname()[1]}/", seconds=0.2)
 
 
 def test_site_that_answers_is_reachable(site: tuple[Path, str]) -> None:
-    assert data.reachable(site[1])
-    assert not data.reachable(site[1] + "missing")
+    assert sources.reachable(site[1])
+    assert not sources.reachable(site[1] + "missing")
 
 
 # ---- the package registries
@@ -482,7 +484,7 @@ def test_debians_fashion_mnist_is_the_original_behind_torchvisions_md5(
     if shutil.which("apt-get") is None:
         pytest.skip("apt-get is not installed")
     try:
-        files = data.debian_package("dataset-fashion-mnist")
+        files = sources.debian_package("dataset-fashion-mnist")
     except UserError as error:
         if "apt-get download" not in str(error):
             raise
@@ -493,7 +495,7 @@ def test_debians_fashion_mnist_is_the_original_behind_torchvisions_md5(
         header = b"\x1f\x8b\x08\x08" + struct.pack("<I", seconds) + b"\x00\x03"  # flag 8: a name follows
         original = header + name.removesuffix(".gz").encode() + b"\0" + body
         assert hashlib.md5(original).hexdigest() == md5
-    monkeypatch.setattr(data, "debian_package", lambda name: files)
+    monkeypatch.setattr(sources, "debian_package", lambda name: files)
     fashion = load("fashion-mnist", root=tmp_path, source="debian")
     assert labels_of(fashion.train).bincount().tolist() == [6000] * 10
 
@@ -512,8 +514,8 @@ def test_cifar10_packages_rows_become_images(monkeypatch: pytest.MonkeyPatch) ->
         buffer = io.BytesIO()
         png.save(buffer, "PNG")
         files[f"package/{name}.png"] = buffer.getvalue()
-    monkeypatch.setattr(data, "npm_package", lambda name: files)
-    arrays = data.cifar10_from_npm()
+    monkeypatch.setattr(sources, "npm_package", lambda name: files)
+    arrays = sources.cifar10_from_npm()
     assert np.array_equal(arrays["train-images"], images[:10])
     assert np.array_equal(arrays["test-images"], images[10:])
     assert arrays["train-labels"].tolist() + arrays["test-labels"].tolist() == labels

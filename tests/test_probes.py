@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from curvssl.config import UserError
+from curvssl.evaluate import probe_features
 from curvssl.features import Features
-from curvssl.probes import LINEAR, MLP, PROBES, _draw, predict, run_probes, standardised, summary, train_heads
+from curvssl.probes import LINEAR, MLP, PROBES, _draw, predict, standardised, summary, train_heads
 
 Data = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -221,9 +222,9 @@ def test_dead_and_collapsed_features_give_finite_results(name: str):
     assert collapsed.accuracy[0] == pytest.approx(25, abs=1)
 
 
-def test_run_probes_is_ready_for_json_with_mean_and_deviation():
+def test_the_summaries_of_all_probes_are_ready_for_json_with_mean_and_deviation():
     h, y, h_test, y_test = blobs(n=200)
-    results = run_probes(Features(h, y=y), Features(h_test, y=y_test), seeds=(0, 1, 2))
+    results = probe_features(Features(h, y=y), Features(h_test, y=y_test), seeds=(0, 1, 2), classes=4)
     assert json.loads(json.dumps(results)) == results
     assert list(results) == ["linear", "mlp", "knn"]
     for probe in results.values():
@@ -235,11 +236,6 @@ def test_run_probes_is_ready_for_json_with_mean_and_deviation():
 
 def test_what_a_user_can_get_wrong_is_one_line():
     h, y, h_test, y_test = blobs(n=40)
-    labelled, unlabelled = Features(h, y=y), Features(h_test)
-    with pytest.raises(UserError, match="probes need labels"):
-        run_probes(labelled, unlabelled)
-    with pytest.raises(UserError, match="did you mean 'linear'"):
-        run_probes(labelled, Features(h_test, y=y_test), names=("liner",))
     with pytest.raises(UserError, match="NaN"):
         PROBES["knn"](h * torch.nan, y, h_test, y_test, classes=4)
     with pytest.raises(UserError, match="one label an image"):

@@ -119,22 +119,26 @@ def test_means_are_those_of_the_steps_since_the_last_reset():
         ("curvssl", "captured", True),
     ],
 )
-def test_compiled_and_captured_steps_train_as_eager_ones_do(method: str, mode: str, bf16: bool):
+def test_compiled_and_captured_steps_train_as_eager_ones_do(
+    method: str, mode: str, bf16: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     device = torch.device("cuda")
     eager, step = (make_step(method, kind, device, bf16=bf16) for kind in ("eager", mode))
     for one in (eager, step):
         take(one, 10)
     assert step.mode == mode
-    check_agreement(step, eager)
+    # Convolutions that err by 5e-4, as those of bf16 do, move the redundancy of ten steps by up to 4 %.
+    check_agreement(step, eager, tolerance=6e-2 if bf16 else 1e-2)
     rows, u = torch.arange(BATCH, device="cuda"), torch.rand(2, BATCH, step.augment.draws, device="cuda")
     with nothing_waits() if mode == "captured" else nullcontext():
         for _ in range(3):
             step(rows, u, 1e-3)
 
 
-def check_agreement(step: Step, eager: Step) -> None:
+def check_agreement(step: Step, eager: Step, *, tolerance: float) -> None:
     for name, value in eager.means().items():
-        assert step.means()[name] == pytest.approx(value, rel=2e-2, abs=3e-2), name
+        assert step.means()[name] == pytest.approx(value, rel=tolerance, abs=3e-2), name
     assert step.gradient_norm() == pytest.approx(eager.gradient_norm(), rel=0.2)
     for ours, theirs in zip(step.net.parameters(), eager.net.parameters(), strict=True):
         # Adam turns the rounding of a gradient near zero into a whole step, so single weights may part.

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import os
 import re
 import shlex
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 import tyro
-from pipeline import SHORT, TINY, finish, flags, one_thread, rows, start, trained, weights
+from PIL import Image
+from pipeline import SHORT, TINY, finish, flags, rows, start, trained, weights
 
 import curvssl
 from curvssl import data, watch
@@ -23,6 +26,7 @@ from curvssl.cli import commands, main, preset_in
 from curvssl.config import CHOICES
 from curvssl.evaluate import NAMES
 from curvssl.rundir import Run
+from curvssl.sources import SHA256
 
 ROOT = Path(__file__).parent.parent
 LONGER = dataclasses.replace(TINY, epochs=3, warmup_epochs=0, checkpoint_seconds=0.2)
@@ -166,56 +170,88 @@ def test_the_demo_trains_probes_and_draws_all_four_methods(demo: tuple[subproces
 
 # ---- README ----
 
+README = (ROOT / "README.md").read_text()
 
-def readme_commands() -> list[str]:
-    """The lines of README's shell blocks, continued ones joined."""
-    text = (ROOT / "README.md").read_text()
-    blocks = re.findall(r"^```(?:sh|bash)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-    return [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+
+def readme_blocks() -> list[list[str]]:
+    """The lines of each of README's shell blocks, continued ones joined, without comments."""
+    blocks = re.findall(r"^```(?:sh|bash)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+    lines = [block.replace("\\\n", " ").splitlines() for block in blocks]
+    return [[shlex.join(shlex.split(line, comments=True)) for line in block] for block in lines]
+
+
+LINES = [line for block in readme_blocks() for line in block]
+OURS = [line for line in LINES if line.startswith("curvssl ")]
 
 
 def test_readmes_commands_are_commands():
-    lines = readme_commands()
-    assert "make demo" in lines
-    assert "make test" in lines
+    assert "make demo" in LINES
+    assert "make test" in LINES
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-    assert {line.split()[1] for line in lines if line.startswith("make ")} <= set(targets)
-    ours = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("curvssl ")]
-    assert ours
-    for words in ours:
+    assert {line.split()[1] for line in LINES if line.startswith("make ")} <= set(targets)
+    fenced = "".join(README.split("```")[1::2])
+    assert len(OURS) == len(re.findall(r"^\W*curvssl ", fenced, flags=re.MULTILINE)) > 0  # none is overlooked
+    for line in OURS:
+        words = shlex.split(line)[1:]
         tyro.extras.subcommand_cli_from_dict(commands(preset_in(words)), prog="curvssl", args=words)
 
 
-def test_readmes_commands_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """In order, as written, but with one epoch of small views; the paper's runs are left to those who have a GPU."""
-    from PIL import Image
-
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def readme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[None]]]:
+    """Every line under way in a folder with images: the blocks side by side, the lines of a block one by one."""
+    folder = tmp_path_factory.mktemp("readme")
     digits = data.load("digits").train
-    for i in range(60):
-        file = tmp_path / "photos" / f"class {int(digits.labels[i]) % 2}" / f"{i}.png"
+    enough = 320  # a tenth is held out for the test, a tenth of the rest for the monitor: 260 fill one batch
+    np.save(folder / "pixels.npy", digits.images[:enough, 0].numpy())
+    for i in range(enough):
+        file = folder / "photos" / f"class {int(digits.labels[i]) % 2}" / f"{i}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(digits.images[i, 0].numpy()).save(file)
-    np.save(tmp_path / "pixels.npy", digits.images[:60, 0].numpy())
-    small = [
-        "--epochs",
-        "1",
-        "--warmup-epochs",
-        "0",
-        "--image-size",
-        "8",
-        "--batch-size",
-        "40",
-        "--encoder",
-        "resnet-mini",
-    ]
-    lines = [shlex.split(line, comments=True)[1:] for line in readme_commands() if line.startswith("curvssl ")]
-    ran = []
-    with one_thread():
-        for words in lines:
-            if words != ["demo"] and not {"paper-mnist", "paper-cifar10", "mnist", "cifar10"} & set(words):
-                main([*words, *small] if words[0] == "pretrain" else words)
-                ran.append(words[0])
-    assert {"pretrain", "probe"} <= set(ran)
-    for name in (words[words.index("--out") + 1] for words in lines if "--out" in words):
-        assert (tmp_path / name).exists()
+    hands = {ThreadPoolExecutor(1): [line for line in block if line in OURS] for block in readme_blocks()}
+    yield {line: hand.submit(run_as_written, line, folder) for hand, lines in hands.items() for line in lines}
+    for hand in hands:
+        hand.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("line", OURS)
+def test_readmes_command_works_as_written(line: str, readme: dict[str, Future[None]]):
+    readme[line].result()
+
+
+def run_as_written(line: str, folder: Path) -> None:
+    """To the end, but for a long pretraining, which is stopped once it has begun."""
+    words = shlex.split(line)[1:]
+    root = Path(os.environ.get("CURVSSL_DATA") or "~/.cache/curvssl").expanduser()
+    for name in (SHA256.keys() - {"digits"}) & {word.removeprefix("paper-") for word in words}:
+        if not all((root / name / f"{part}.npy").exists() for part in SHA256[name]):
+            pytest.skip(f"{name} is not in {root}: run `curvssl data {name}` to test it")
+    process = start(*words, cwd=folder)
+    if words[0] == "pretrain" and preset_in(words) != "demo":
+        stop_in_the_first_step(process, folder)
+    else:
+        said, _ = finish(process)
+        assert said
+    if "--out" in words:
+        assert (folder / words[words.index("--out") + 1]).exists()
+
+
+def stop_in_the_first_step(process: subprocess.Popen[str], folder: Path) -> None:
+    """Ctrl-C as soon as the bar is there: the step under way is done, kept, and the last."""
+    assert process.stderr
+    seen = ""
+    while "%|" not in seen:
+        letter = process.stderr.read(1)
+        assert letter, f"it ended before its first step: {seen}"
+        seen += letter
+    process.send_signal(signal.SIGINT)
+    out, said = finish(process, code=128 + signal.SIGINT)
+    assert not out
+    assert said.endswith("\nstopped; the same command goes on from here\n")
+    begun = Run.read(folder / "runs" / seen.splitlines()[-1].split()[0])  # the bar begins with the run's name
+    state = begun.load_checkpoint()
+    assert state
+    assert not begun.finished
+    # The commands that follow want an encoder, and nobody waits for the hundredth epoch.
+    net = begun.make_net(channels=3)
+    net.load_state_dict(state["net"])
+    begun.save_net(net, channels=3)
