@@ -358,6 +358,22 @@ def large_batch(ceiling: dict[str, float], n: int = 65_536, d: int = 128, k: int
     }
 
 
+def probe_run() -> dict[str, float]:
+    """Features and three probes of a finished CIFAR-10 run; one epoch will do, for what was learned takes no time."""
+    import dataclasses
+
+    from curvssl.config import paper_cifar10
+    from curvssl.evaluate import probe
+    from curvssl.train import pretrain
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = dataclasses.replace(paper_cifar10(), epochs=1, warmup_epochs=0)
+        run = pretrain(config, out=folder, progress=False)
+        started = time.perf_counter()
+        probe(run, floors=False)
+        return {"seconds": time.perf_counter() - started}
+
+
 def table(found: dict[str, Any]) -> str:
     """Steps and peers; the rest is in the JSON, and in docs/performance.md."""
     top = found["ceilings"]["bf16_TFLOP_per_s"]
@@ -408,6 +424,7 @@ PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "augmentation": lambda found: augmentation(),
     "start_up": lambda found: start_up(),
     "large_steps": lambda found: steps([(stem, 1024) for stem in FLOPS]),
+    "probe": lambda found: probe_run(),
 }
 
 
