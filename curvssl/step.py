@@ -64,6 +64,7 @@ class Step:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._static: tuple[Tensor, Tensor] | None = None
         self._calls = 0
+        self._begun = False  # whether a step has been taken
 
     def __call__(self, batch: Tensor, u: Tensor, lr: float) -> None:
         for group in self.optimizer.param_groups:
@@ -71,10 +72,16 @@ class Step:
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
-        if self.mode == "captured":
-            self._captured(batch, u)
-        else:
+        try:
+            (self._captured if self.mode == "captured" else self._plain)(batch, u)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            if self._begun:
+                raise
+            reason = str(error).strip().splitlines()[0]
+            print(f"this step cannot be compiled ({reason}): going on eagerly", file=sys.stderr)
+            self.mode, self._loss = "eager", self.loss
             self._plain(batch, u)
+        self._begun = True
         self.count += 1
 
     def loss(self, batch: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -106,6 +106,29 @@ def test_means_are_those_of_the_steps_since_the_last_reset():
     assert again.means()["loss"] == first
 
 
+def test_what_cannot_be_compiled_goes_on_eagerly_with_one_line(capfd: pytest.CaptureFixture[str]):
+    @torch.library.custom_op("curvssl_test::opaque", mutates_args=())
+    def opaque(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @opaque.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("nobody knows its shape")
+
+    class Opaque(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + opaque(x.detach()) * 0
+
+    eager, step = (make_step("barlow-twins", mode, torch.device("cpu")) for mode in ("eager", "compiled"))
+    step.net.projector.append(Opaque())
+    for one in (eager, step):
+        take(one, 2)
+    assert step.mode == "eager"
+    assert step.means() == pytest.approx(eager.means(), rel=1e-5)
+    said = [line for line in capfd.readouterr().err.splitlines() if "cannot be compiled" in line]
+    assert len(said) == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
