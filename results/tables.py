@@ -109,22 +109,22 @@ def gpu_floors() -> str:
 
 def gpu_sharing() -> str:
     """Several processes on one GPU."""
-    found = read("gpu-experiments.json")["sharing"]
+    found = read("gpu-notes.json")["sharing"]
     ms = {(r["mps"], r["processes"]): r["ms"] for r in found}
     rows = [
         [str(n), *(f"{ms[mps, n]:.2f}" if (mps, n) in ms else "" for mps in (False, True))]
         for n in sorted({r["processes"] for r in found})
     ]
-    return markdown(("processes", "ms a step of all, plain", "with MPS"), rows, "gpu-experiments.json")
+    return markdown(("processes", "ms a step of all, plain", "with MPS"), rows, "gpu-notes.json")
 
 
 def gpu_profile() -> str:
     """Where the time of a step went."""
     rows = [
         [STEMS[r["stem"]], r["part"], f"{r['us'] / 1e3:.2f} ms", str(r["kernels"])]
-        for r in read("gpu-experiments.json")["profile"]
+        for r in read("gpu-notes.json")["profile"]
     ]
-    return markdown(("stem", "part of a step", "time", "kernels"), rows, "gpu-experiments.json")
+    return markdown(("stem", "part of a step", "time", "kernels"), rows, "gpu-notes.json")
 
 
 def gpu_experiments() -> str:
