@@ -47,18 +47,24 @@ def median_ms(work: Callable[[], Any], *, times: int = 40, repeats: int = 5) -> 
     return statistics.median(found)
 
 
+def network(stem: str) -> Any:
+    """The same for us and for the peers."""
+    from curvssl.models import make_net
+
+    shape = {"channels": 3, "size": 32, "width": 512, "depth": 2, "d_z": 128, "norm": False, "seed": 0}
+    return make_net(encoder="resnet18", stem=stem, **shape).cuda().to(memory_format=torch.channels_last)
+
+
 def make_step(stem: str, batch: int, method: str, mode: str) -> tuple[Any, Callable[[], None]]:
     """The product's own step on random images, and one call of it."""
     from curvssl.augment import Augment
     from curvssl.config import PretrainConfig
-    from curvssl.models import make_net
     from curvssl.step import Step, make_optimizer
     from curvssl.train import make_criterion
 
     torch.backends.cudnn.benchmark = True
     device = torch.device("cuda")
-    shape = {"channels": 3, "size": 32, "width": 512, "depth": 2, "d_z": 128, "norm": False, "seed": 0}
-    net = make_net(encoder="resnet18", stem=stem, **shape).to(device).to(memory_format=torch.channels_last)
+    net = network(stem)
     config = PretrainConfig(method=method)
     step = Step(
         net=net,
@@ -165,10 +171,7 @@ def floor(stem: str, batch: int, ceiling: dict[str, float]) -> dict[str, Any]:
     """
     from torchvision.models.resnet import BasicBlock
 
-    from curvssl.models import make_net
-
-    shape = {"channels": 3, "size": 32, "width": 512, "depth": 2, "d_z": 128, "norm": False, "seed": 0}
-    net = make_net(encoder="resnet18", stem=stem, **shape).cuda().to(memory_format=torch.channels_last).bfloat16()
+    net = network(stem).bfloat16()
     torch.backends.cudnn.benchmark = True
     seen: list[tuple[Tensor, Tensor, nn.Conv2d]] = []
     residual = {id(module.bn2) for module in net.modules() if isinstance(module, BasicBlock)}
@@ -240,10 +243,7 @@ def peer(stem: str, batch: int, *, lightly: bool, workers: int) -> dict[str, Any
     """Barlow Twins as lightly's or torchvision's user writes it: DataLoader workers, eager step, bf16 autocast."""
     from torchvision.transforms import v2
 
-    from curvssl.models import make_net
-
-    shape = {"channels": 3, "size": 32, "width": 512, "depth": 2, "d_z": 128, "norm": False, "seed": 0}
-    net = make_net(encoder="resnet18", stem=stem, **shape).cuda().to(memory_format=torch.channels_last)
+    net = network(stem)
     criterion: nn.Module
     two_views: Callable[[Any], Any]
     if lightly:

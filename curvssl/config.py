@@ -198,7 +198,7 @@ def paper_mnist() -> PretrainConfig:
         schedule="constant",  # none is mentioned
         warmup_epochs=4,  # not in the paper: with λ_emb = 1 and none, training falls into a trap
         holdout=0.0,  # the paper pretrains on the whole training split
-        monitor_every=25,  # not in the paper, and changes nothing: a look takes as long as half an epoch
+        monitor_every=25,  # not in the paper, and changes nothing of what is learned
         augment=AugmentConfig(
             crop_scale=(0.8, 1.0),  # "random resized crops": a digit does not survive a small one
             rotation=10,  # "small rotations"

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from curvssl import maps
-from curvssl.maps import COLOURS, DPI, FAINT, INK, MARKERS
-from curvssl.rundir import write_atomic
+from curvssl.maps import COLOURS, FAINT, INK, MARKERS
 
 Rows = Sequence[Mapping[str, Any]]  # of metrics.jsonl, as a cell's "curves" keeps them
 
@@ -42,7 +41,7 @@ def map_record(
 
 def draw_maps(records: Mapping[str, Mapping[str, Any]], *, title: str, out: Path) -> tuple[Path, Path]:
     """Write OUT.png and OUT.pdf, a panel for each of {name: map_record(…)}, and return both paths."""
-    return _save(_maps_figure(records, title=title), out)
+    return maps.write_figure(_maps_figure(records, title=title), out)
 
 
 def draw_curves(
@@ -58,7 +57,7 @@ def draw_curves(
     A row that lacks a key is passed over. `style` says how a cell's line looks, in matplotlib's words: cells with the
     same color and label, as the seeds of a method should have, are one entry of the legend.
     """
-    return _save(_curves_figure(cells, keys=keys, title=title, style=style or {}), out)
+    return maps.write_figure(_curves_figure(cells, keys=keys, title=title, style=style or {}), out)
 
 
 def _maps_figure(records: Mapping[str, Mapping[str, Any]], *, title: str) -> Any:
@@ -136,11 +135,3 @@ def _figure(width: float, height: float, *, title: str) -> Any:
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold")
     return figure
-
-
-def _save(figure: Any, out: Path) -> tuple[Path, Path]:
-    png, pdf = out.with_name(out.name + ".png"), out.with_name(out.name + ".pdf")
-    write_atomic(png, lambda file: figure.savefig(file, format="png", dpi=DPI))
-    # Without the date, the same figure is the same file.
-    write_atomic(pdf, lambda file: figure.savefig(file, format="pdf", dpi=DPI, metadata={"CreationDate": None}))
-    return png, pdf

@@ -17,7 +17,7 @@ from torch.library import triton_op, wrap_triton
 
 ROWS = 64  # pixels and channels of a tile: 16 kB in float32
 COLUMNS = 64
-LARGE = 2**22  # numbers in an activation; in a network of smaller ones these kernels were slower than the compiler's
+LARGE = 2**22  # numbers in an activation: smaller ones are left to the compiler (docs/performance.md)
 PROGRAMS = 1024  # a sum over pixels is spread over about this many
 
 # ---- BatchNorm, then a residual to add, then ReLU ----
@@ -34,25 +34,36 @@ def _moments(x_ptr, sum_ptr, cols, inside, view, rows, c):
 
 
 @triton.jit
+def _tile(index, view, cols, inside, rows, c, ROWS: tl.constexpr):
+    """Which numbers of a view's tile there are, and where they lie."""
+    row = index * ROWS + tl.arange(0, ROWS)
+    return (row < rows)[:, None] & inside[None, :], (view * rows + row)[:, None] * c + cols[None, :]
+
+
+@triton.jit
+def _add_up(sum_ptr, once, twice, cols, inside, view, c):
+    """Add two tiles, summed over their pixels, to (view, 2, c)."""
+    sum_ptr += view * 2 * c
+    tl.atomic_add(sum_ptr + cols, tl.sum(once, 0), inside, sem="relaxed")
+    tl.atomic_add(sum_ptr + c + cols, tl.sum(twice, 0), inside, sem="relaxed")
+
+
+@triton.jit
 def _sums(x_ptr, sum_ptr, rows, c, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Σ (x − x₀) and Σ (x − x₀)² of one view, added to (view, 2, c)."""
     view = tl.program_id(2)
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = cols < c
-    x_ptr += view * rows * c
-    first = tl.load(x_ptr + cols, inside, other=0.0).to(tl.float32)
+    first = tl.load(x_ptr + view * rows * c + cols, inside, other=0.0).to(tl.float32)
     once = tl.zeros((ROWS, COLUMNS), tl.float32)
     twice = tl.zeros((ROWS, COLUMNS), tl.float32)
     for t in range(TILES):
-        row = (tl.program_id(0) * TILES + t) * ROWS + tl.arange(0, ROWS)
-        live = (row < rows)[:, None] & inside[None, :]
-        x = tl.load(x_ptr + row[:, None] * c + cols[None, :], live, other=0.0).to(tl.float32)
+        live, there = _tile(tl.program_id(0) * TILES + t, view, cols, inside, rows, c, ROWS)
+        x = tl.load(x_ptr + there, live, other=0.0).to(tl.float32)
         x = tl.where(live, x - first[None, :], 0.0)
         once += x
         twice += x * x
-    sum_ptr += view * 2 * c
-    tl.atomic_add(sum_ptr + cols, tl.sum(once, 0), inside, sem="relaxed")
-    tl.atomic_add(sum_ptr + c + cols, tl.sum(twice, 0), inside, sem="relaxed")
+    _add_up(sum_ptr, once, twice, cols, inside, view, c)
 
 
 @triton.jit
@@ -63,10 +74,8 @@ def _forward(
     """y = relu(γ (x − μ) / √(σ² + ε) + β + residual)."""
     view = tl.program_id(2)
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = cols < c
-    live = (row < rows)[:, None] & inside[None, :]
-    there = (view * rows + row)[:, None] * c + cols[None, :]
+    live, there = _tile(tl.program_id(0), view, cols, inside, rows, c, ROWS)
     mean, variance = _moments(x_ptr, sum_ptr, cols, inside, view, rows, c)
     scale = tl.load(weight_ptr + cols, inside, other=0.0) / tl.sqrt(variance + EPS)
     x = tl.load(x_ptr + there, live, other=0.0).to(tl.float32)
@@ -94,9 +103,7 @@ def _gradient_sums(
     once = tl.zeros((ROWS, COLUMNS), tl.float32)
     twice = tl.zeros((ROWS, COLUMNS), tl.float32)
     for t in range(TILES):
-        row = (tl.program_id(0) * TILES + t) * ROWS + tl.arange(0, ROWS)
-        live = (row < rows)[:, None] & inside[None, :]
-        there = (view * rows + row)[:, None] * c + cols[None, :]
+        live, there = _tile(tl.program_id(0) * TILES + t, view, cols, inside, rows, c, ROWS)
         d = tl.load(dy_ptr + there, live, other=0.0).to(tl.float32)
         hat = (tl.load(x_ptr + there, live, other=0.0).to(tl.float32) - mean[None, :]) * inverse[None, :]
         if RESIDUAL:
@@ -107,9 +114,7 @@ def _gradient_sums(
         d = tl.where(live, d, 0.0)
         once += d
         twice += d * hat
-    out_ptr += view * 2 * c
-    tl.atomic_add(out_ptr + cols, tl.sum(once, 0), inside, sem="relaxed")
-    tl.atomic_add(out_ptr + c + cols, tl.sum(twice, 0), inside, sem="relaxed")
+    _add_up(out_ptr, once, twice, cols, inside, view, c)
 
 
 @triton.jit
@@ -120,10 +125,8 @@ def _backward(
     """∂x = γ / √(σ² + ε) · (∂ − ⟨∂⟩ − x̂ ⟨∂ x̂⟩), the averages over the view's pixels."""
     view = tl.program_id(2)
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = cols < c
-    live = (row < rows)[:, None] & inside[None, :]
-    there = (view * rows + row)[:, None] * c + cols[None, :]
+    live, there = _tile(tl.program_id(0), view, cols, inside, rows, c, ROWS)
     mean, variance = _moments(x_ptr, sum_ptr, cols, inside, view, rows, c)
     inverse = 1 / tl.sqrt(variance + EPS)
     weight = tl.load(weight_ptr + cols, inside, other=0.0)

@@ -111,9 +111,13 @@ def draw(
     else:
         axes.scatter(x, y, c=COLOURS[0], **style)
     _finish(axes, title=title, note=f"UMAP, {len(xy):,} images")
-    png, pdf = out.with_suffix(".png"), out.with_suffix(".pdf")
+    return write_figure(figure, out.with_suffix(""))
+
+
+def write_figure(figure: Any, out: Path) -> tuple[Path, Path]:
+    """OUT.png and OUT.pdf; the same figure is the same files, so the PDF goes without its date."""
+    png, pdf = out.with_name(out.name + ".png"), out.with_name(out.name + ".pdf")
     write_atomic(png, lambda file: figure.savefig(file, format="png", dpi=DPI))
-    # Without the date, the same map is the same file.
     write_atomic(pdf, lambda file: figure.savefig(file, format="pdf", dpi=DPI, metadata={"CreationDate": None}))
     return png, pdf
 

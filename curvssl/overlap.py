@@ -6,11 +6,11 @@ that the compiler does not look into.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adam import Adam, adam
+from torch.optim.adam import adam
 
 # What the compiler may not do, for it does not see that a buffer is still being read on the other stream.
 OPTIONS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
@@ -93,13 +93,13 @@ def beside(net: nn.Module) -> list[Tensor]:
             continue
         if not isinstance(module.padding, str) and module.padding_mode == "zeros":
             module.__class__ = Beside
-            setattr(module, "number", len(weights))  # noqa: B010
+            cast(Beside, module).number = len(weights)
             weights.append(module.weight)
     return weights
 
 
-def backward_and_step(loss: Tensor, optimizer: Adam, weights: list[Tensor]) -> None:
-    """loss.backward() and optimizer.step(), the weights above updated as soon as their gradients are there."""
+def backward_and_step(loss: Tensor, optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> None:
+    """loss.backward() and Adam's step, the weights above updated as soon as their gradients are there."""
     updated: list[Tensor] = []
     group = optimizer.param_groups[0]
     settings: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay", "eps", "capturable")}

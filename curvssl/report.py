@@ -179,9 +179,9 @@ def pictures(run: RunData, folder: Path) -> list[Path]:
             made += maps.draw(xy, labels=labels, classes=classes, title=name, out=folder / "map-by-class")
         bent, what = views.mean(0), "curvature, mean of two views"
         made += maps.draw(xy, values=bent, values_name=what, title=name, out=folder / "map-by-curvature")
-        made += _write(_scatter(views, title=name), folder / "curvature-of-views")
+        made += maps.write_figure(_scatter(views, title=name), folder / "curvature-of-views")
     if run.metrics:
-        made += _write(_curves(run, title=name), folder / "curves")
+        made += maps.write_figure(_curves(run, title=name), folder / "curves")
     return made
 
 
@@ -230,10 +230,3 @@ def _frame(axes: Any, *, title: str, x: str, y: str) -> None:
     axes.tick_params(colors=maps.FAINT, labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#d0d7de")
-
-
-def _write(figure: Any, out: Path) -> tuple[Path, Path]:
-    png, pdf = out.with_name(out.name + ".png"), out.with_name(out.name + ".pdf")
-    write_atomic(png, lambda file: figure.savefig(file, format="png", dpi=maps.DPI))
-    write_atomic(pdf, lambda file: figure.savefig(file, format="pdf", dpi=maps.DPI, metadata={"CreationDate": None}))
-    return png, pdf

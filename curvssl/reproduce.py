@@ -136,7 +136,7 @@ def map_cells(name: str, *, results: Path, runs: Path) -> None:
         if not file.exists():
             continue
         if find_spec("umap") is None:
-            say(f"{cell} has no map yet: that needs umap-learn; copy {file} to a machine that has it and go on there")
+            say(f"{cell} has no map yet: that needs umap-learn; copy {file.parent} to where that is, and go on there")
             continue
         found = load(file)
         assert found.y is not None

@@ -52,19 +52,18 @@ class Step:
         if mode != "eager":
             keep_compile_cache()
             # Many kernels of a small network last a few µs; launched together, a 7×7-stem step takes an eighth less.
-            options: dict[str, Any] | None = {"combo_kernels": True} if device.type == "cuda" else None
+            options: dict[str, Any] = {"combo_kernels": True} if device.type == "cuda" else {}
             if mode == "captured":
                 from curvssl import layers
 
                 layers.quicken(net)
                 if isinstance(optimizer, torch.optim.Adam):
                     self._beside = overlap.beside(net)
-                    options = {"combo_kernels": True} | overlap.OPTIONS
-            self._loss = torch.compile(self.loss, dynamic=False, options=options)
+                    options |= overlap.OPTIONS
+            self._loss = torch.compile(self.loss, dynamic=False, options=options or None)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._static: tuple[Tensor, Tensor] | None = None
-        self._calls = 0
-        self._begun = False  # whether a step has been taken
+        self._taken = 0  # steps, since this object was made
 
     def __call__(self, batch: Tensor, u: Tensor, lr: float) -> None:
         for group in self.optimizer.param_groups:
@@ -75,13 +74,13 @@ class Step:
         try:
             (self._captured if self.mode == "captured" else self._plain)(batch, u)
         except torch._dynamo.exc.TorchDynamoException as error:
-            if self._begun:
+            if self._taken:
                 raise
             reason = str(error).strip().splitlines()[0]
             print(f"this step cannot be compiled ({reason}): going on eagerly", file=sys.stderr)
             self.mode, self._loss = "eager", self.loss
             self._plain(batch, u)
-        self._begun = True
+        self._taken += 1
         self.count += 1
 
     def loss(self, batch: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -98,7 +97,7 @@ class Step:
     def _plain(self, batch: Tensor, u: Tensor) -> None:
         self.optimizer.zero_grad()
         loss, logged, *z = self._loss(batch, u)
-        if self._beside and isinstance(self.optimizer, torch.optim.Adam):
+        if self._beside:
             overlap.backward_and_step(loss, self.optimizer, self._beside)
         else:
             loss.backward()
@@ -113,8 +112,7 @@ class Step:
             self._static = (batch.clone(), u.clone())
         self._static[0].copy_(batch)
         self._static[1].copy_(u)
-        self._calls += 1
-        if self._calls <= WARM_STEPS:
+        if self._taken < WARM_STEPS:
             # The steps before the capture are real ones, on another stream, as capture asks.
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())

@@ -21,11 +21,12 @@ def read(name: str) -> Any:
     return json.loads((HERE / name).read_text())
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], source: str) -> str:
-    """A table and, below it, where its numbers come from."""
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], source: str, where: str = "") -> str:
+    """A table and, below it, where its numbers come from: what the JSON says of itself, unless it is given."""
+    if not where:
+        made = read(source)["provenance"]
+        where = f"{made['device']}, torch {made['versions']['torch']}, commit {made['commit']}, {made['created'][:10]}"
     lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
-    made = json.loads((HERE / source).read_text())["provenance"]
-    where = f"{made['device']}, torch {made['versions']['torch']}, commit {made['commit']}, {made['created'][:10]}"
     return "\n".join([*lines, "", f"<sub>results/{source}: {where}</sub>", ""])
 
 
@@ -211,13 +212,11 @@ def of_study(name: str) -> Callable[[], str]:
         cells = read_results(name, results=HERE)
         if not cells:
             return "No cell of this study has been run yet.\n"
-        header, rows = study_rows(name, results=HERE)
-        lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
         from_ = [cell["provenance"] for cell in cells.values()]
         devices, commits = (", ".join(sorted({str(p[key]) for p in from_})) for key in ("device", "commit"))
         minutes = sum(cell["seconds_with_probes"] for cell in cells.values()) / 60
-        where = f"results/{name}/: {len(cells)} cells, {minutes:.0f} minutes on {devices}, commit {commits}"
-        return "\n".join([*lines, "", f"<sub>{where}</sub>", ""])
+        where = f"{len(cells)} cells, {minutes:.0f} minutes on {devices}, commit {commits}"
+        return markdown(*study_rows(name, results=HERE), f"{name}/", where)
 
     return made
 

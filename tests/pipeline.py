@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from curvssl.config import PretrainConfig, demo
@@ -35,6 +36,15 @@ def nothing_waits() -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def in_tritons_interpreter(code: str) -> None:
+    """Run a script in a process of its own, beside the tests: the interpreter is chosen when triton is imported."""
+    pytest.importorskip("triton", reason="the kernels are written in Triton, which this platform does not have")
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    settings = {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def flags(config: PretrainConfig) -> list[str]:

@@ -1,11 +1,8 @@
 """The hand-written kernels against geometry.py: in Triton's interpreter anywhere, on the device where there is one."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from pipeline import in_tritons_interpreter
 
 from curvssl.geometry import kernel_scores, neighbors_of, scores
 from curvssl.kernels import kernel_width
@@ -13,8 +10,6 @@ from curvssl.kernels import kernel_width
 CASES = [(256, 128, 10), (100, 20, 5), (37, 3, 16), (11, 5, 10)]
 
 COMPARE = """
-import sys
-sys.path.insert(0, sys.argv[1])
 from test_fused import compare
 for n, d, k in ((21, 18, 10), (7, 3, 4)):
     compare(n, d, k, device="cpu")
@@ -48,17 +43,7 @@ def compare(n: int, d: int, k: int, *, device: str) -> None:
 
 
 def test_kernels_equal_the_plain_geometry_in_tritons_interpreter() -> None:
-    pytest.importorskip("triton", reason="the kernels are written in Triton, which this platform does not have")
-    here = __file__.rpartition("/")[0]
-    # The interpreter is chosen when triton is imported, so it needs a process of its own.
-    done = subprocess.run(
-        [sys.executable, "-c", COMPARE, here],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    in_tritons_interpreter(COMPARE)
 
 
 @pytest.mark.gpu

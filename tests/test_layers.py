@@ -1,13 +1,11 @@
 """The hand-written layers against torch's: in Triton's interpreter anywhere, on the device where there is one."""
 
 import copy
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from pipeline import in_tritons_interpreter
 from torch import Tensor, nn
 
 from curvssl.models import make_net, per_view
@@ -15,8 +13,6 @@ from curvssl.models import make_net, per_view
 SHAPES = [(6, 70, 5, 5), (4, 32, 8, 6), (8, 512, 1, 1)]
 
 COMPARE = """
-import sys
-sys.path.insert(0, sys.argv[1])
 import test_layers
 for shape in test_layers.SHAPES:
     test_layers.compare_norm(shape, device="cpu")
@@ -72,17 +68,7 @@ def compare_pool(shape: tuple[int, int, int, int], *, device: str) -> None:
 
 
 def test_kernels_equal_torchs_layers_in_tritons_interpreter() -> None:
-    pytest.importorskip("triton", reason="the kernels are written in Triton, which this platform does not have")
-    here = __file__.rpartition("/")[0]
-    # The interpreter is chosen when triton is imported, so it needs a process of its own.
-    done = subprocess.run(
-        [sys.executable, "-c", COMPARE, here],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    in_tritons_interpreter(COMPARE)
 
 
 @pytest.mark.gpu
