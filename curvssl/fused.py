@@ -1,9 +1,11 @@
-"""Neighbours and curvature of one batch as hand-written GPU kernels: what geometry.py does in a dozen launches, in two.
+"""Neighbours and curvature of one batch as hand-written GPU kernels: what geometry.py does in a dozen launches, in few.
 
 Used by the losses for float32 batches on CUDA that fit a multiprocessor (`fits`); geometry.py is the meaning of every
 line here, and the tests hold the two against each other. Distances are sums of squared differences, so they lose no
 digits to a common offset.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -11,12 +13,16 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from curvssl.kernels import MEDIAN_POINTS
+
 POINTS = 1024  # a row of distances to this many points stays in one program's registers
 WIDTH = 2048  # and so does one point of this many dimensions
 NEIGHBORS = 16
 
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps)  # as in kernels.inverse_root
+SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
 TAKEN = tl.constexpr(2**63 - 1)
+LAST = tl.constexpr(2**31 - 1)
 
 
 def fits(x: Tensor, *, k: int) -> bool:
@@ -25,11 +31,11 @@ def fits(x: Tensor, *, k: int) -> bool:
 
 
 @triton.jit
-def _select_and_score(
-    x_ptr, index_ptr, sum_ptr, score_ptr, n, d,
+def _select(
+    x_ptr, index_ptr, sum_ptr, score_ptr, distance_ptr, done_ptr, n, d, SCORE: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """For ROWS points: their K nearest, S = Σ_a u_a, and c = (‖S‖² − Σ_a ‖u_a‖²) / 2."""
+    """For ROWS points: their K nearest, and with SCORE S = Σ_a u_a and c = (‖S‖² − Σ_a ‖u_a‖²) / 2, else distances."""
     view = tl.program_id(1)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     points = tl.arange(0, N)
@@ -48,6 +54,11 @@ def _select_and_score(
     # A float that is not negative sorts like its bits: distance and index in one number find both with one minimum.
     key = (distance.to(tl.int32, bitcast=True).to(tl.int64) << 32) | points[None, :].to(tl.int64)
     key = tl.where((points[None, :] == rows[:, None]) | (points >= n)[None, :], TAKEN, key)
+    if not SCORE:
+        place = (view * n + rows)[:, None] * n + points[None, :]
+        tl.store(distance_ptr + place, distance, (rows < n)[:, None] & (points < n)[None, :])
+        if tl.program_id(0) == 0:
+            tl.store(done_ptr + view, 0)
 
     dims = tl.arange(0, D)
     live = (rows < n)[:, None] & (dims < d)[None, :]
@@ -60,12 +71,38 @@ def _select_and_score(
         index = (least & 0xFFFFFFFF).to(tl.int32)
         square_a = (least >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         tl.store(index_ptr + (view * n + rows) * K + a, index, rows < n)
-        edge = tl.load(x_ptr + index[:, None] * d + dims[None, :], live, other=0.0) - centre
-        zero = square_a <= TINY
-        total += edge * tl.where(zero, 0.0, 1 / tl.sqrt(tl.where(zero, 1.0, square_a)))[:, None]
-        units += tl.where(zero, 0.0, 1.0)
-    tl.store(sum_ptr + (view * n + rows)[:, None] * d + dims[None, :], total, live)
-    tl.store(score_ptr + view * n + rows, (tl.sum(total * total, 1) - units) / 2, rows < n)
+        if SCORE:
+            edge = tl.load(x_ptr + index[:, None] * d + dims[None, :], live, other=0.0) - centre
+            zero = square_a <= TINY
+            total += edge * tl.where(zero, 0.0, 1 / tl.sqrt(tl.where(zero, 1.0, square_a)))[:, None]
+            units += tl.where(zero, 0.0, 1.0)
+    if SCORE:
+        tl.store(sum_ptr + (view * n + rows)[:, None] * d + dims[None, :], total, live)
+        tl.store(score_ptr + view * n + rows, (tl.sum(total * total, 1) - units) / 2, rows < n)
+
+
+@triton.jit
+def _middle(bits, n):
+    """The lower median of n floats that are not negative, given as their bits: built bit by bit from the highest."""
+    found = 0
+    for i in tl.static_range(31):
+        larger = found + (1 << (30 - i))
+        found = tl.where(tl.sum((bits < larger).to(tl.int32)) < (n - 1) // 2 + 1, larger, found)
+    return found
+
+
+@triton.jit
+def _width(distance_ptr, median_ptr, done_ptr, width_ptr, n, N: tl.constexpr):
+    """One point's median distance; who comes last takes the median m² of all points', and γ = 1/(2m²)."""
+    row, view = tl.program_id(0), tl.program_id(1)
+    points = tl.arange(0, N)
+    distance = tl.load(distance_ptr + (view * n + row) * n + points, points < n, other=0.0)
+    bits = tl.where((points < n) & (points != row), distance.to(tl.int32, bitcast=True), LAST)
+    tl.store(median_ptr + view * n + row, _middle(bits, n))
+    if tl.atomic_add(done_ptr + view, 1, sem="acq_rel") == n - 1:
+        medians = tl.load(median_ptr + view * n + points, points < n, other=LAST, cache_modifier=".cg")
+        twice = 2 * _middle(medians, n).to(tl.float32, bitcast=True)
+        tl.store(width_ptr + view, tl.where(twice > SMALLEST, 1 / tl.where(twice > SMALLEST, twice, 1.0), 1.0))
 
 
 @triton.jit
@@ -101,7 +138,7 @@ def _score_gradient(
 @triton.jit
 def _rbf(
     grad_ptr, x_ptr, index_ptr, width_ptr, out_ptr, n, d,
-    K: tl.constexpr, PAD: tl.constexpr, D: tl.constexpr, BACKWARD: tl.constexpr,
+    K: tl.constexpr, PAD: tl.constexpr, D: tl.constexpr, BACKWARD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of one point's neighbours: Σ_{a<b} exp(−γ‖x_a − x_b‖²), or its gradient −2γ (x_a Σ_b k_ab − Σ_b k_ab x_b)."""
     row, view = tl.program_id(0), tl.program_id(1)
@@ -114,13 +151,13 @@ def _rbf(
     edge = tl.where(live, tl.load(x_ptr + there, live, other=0.0) - centre[None, :], 0.0)
     gamma = tl.load(width_ptr + view)
     own = tl.sum(edge * edge, 1)
-    product = tl.dot(edge, tl.trans(edge), input_precision="ieee")
+    product = tl.dot(edge, tl.trans(edge), input_precision=PRECISION)
     square = tl.maximum(own[:, None] + own[None, :] - 2 * product, 0.0)
     pair = (a < K)[:, None] & (a < K)[None, :] & (a[:, None] != a[None, :])
     local = tl.where(pair, tl.exp(-gamma * square), 0.0)
     if BACKWARD:
         grad = tl.load(grad_ptr + view * n + row)
-        pull = edge * tl.sum(local, 1)[:, None] - tl.dot(local, edge, input_precision="ieee")
+        pull = edge * tl.sum(local, 1)[:, None] - tl.dot(local, edge, input_precision=PRECISION)
         tl.atomic_add(out_ptr + there, -2 * gamma * grad * pull, live, sem="relaxed")
     else:
         tl.store(out_ptr + view * n + row, tl.sum(local) / 2)
@@ -143,8 +180,23 @@ def select_and_score(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     total, score = torch.empty_like(x), x.new_empty(v, n)
     shape = _shape(n, d)
     grid = (triton.cdiv(n, shape["ROWS"]), v)
-    wrap_triton(_select_and_score)[grid](x, index, total, score, n, d, K=k, **shape, num_warps=8)
+    some = (x, index, total, score, score, index)  # distances are not asked for
+    wrap_triton(_select)[grid](*some, n, d, SCORE=True, K=k, **shape, num_warps=8)
     return score, index, total
+
+
+@triton_op("curvssl::select_and_width", mutates_args={})
+def select_and_width(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Neighbours (v, n, k) int32, and each set's γ (v,) by the median heuristic of kernels.kernel_width."""
+    x = x.contiguous()
+    v, n, d = x.shape
+    index, done = x.new_empty(v, n, k, dtype=torch.int32), x.new_empty(v, dtype=torch.int32)
+    distance, median, width = x.new_empty(v, n, n), x.new_empty(v, n, dtype=torch.int32), x.new_empty(v)
+    shape = _shape(n, d)
+    grid = (triton.cdiv(n, shape["ROWS"]), v)
+    wrap_triton(_select)[grid](x, index, x, x, distance, done, n, d, SCORE=False, K=k, **shape, num_warps=8)
+    wrap_triton(_width)[(n, v)](distance, median, done, width, n, N=shape["N"], num_warps=1)
+    return index, width
 
 
 @triton_op("curvssl::score_gradient", mutates_args={})
@@ -157,13 +209,19 @@ def score_gradient(grad: Tensor, x: Tensor, index: Tensor, total: Tensor) -> Ten
     return out
 
 
+def _rbf_shape(index: Tensor, d: int, *, backward: bool) -> dict[str, Any]:
+    shape: dict[str, Any] = {"K": index.shape[-1], "PAD": NEIGHBORS, "D": max(16, triton.next_power_of_2(d))}
+    # Three products of the matrix units are as exact as one in float32; of long points they need too much memory.
+    return shape | {"BACKWARD": backward, "PRECISION": "tf32x3" if d <= 256 else "ieee"}
+
+
 @triton_op("curvssl::rbf_score", mutates_args={})
 def rbf_score(x: Tensor, index: Tensor, width: Tensor) -> Tensor:
     """Kernel curvature (v, n) for neighbours (v, n, k) and γ (v,)."""
     x = x.contiguous()
     v, n, d = x.shape
     score = x.new_empty(v, n)
-    shape = {"K": index.shape[-1], "PAD": NEIGHBORS, "D": max(16, triton.next_power_of_2(d)), "BACKWARD": False}
+    shape = _rbf_shape(index, d, backward=False)
     wrap_triton(_rbf)[(n, v)](score, x, index, width, score, n, d, **shape, num_warps=4)
     return score
 
@@ -173,7 +231,7 @@ def rbf_gradient(grad: Tensor, x: Tensor, index: Tensor, width: Tensor) -> Tenso
     x, grad = x.contiguous(), grad.contiguous()
     v, n, d = x.shape
     out = torch.zeros_like(x)
-    shape = {"K": index.shape[-1], "PAD": NEIGHBORS, "D": max(16, triton.next_power_of_2(d)), "BACKWARD": True}
+    shape = _rbf_shape(index, d, backward=True)
     wrap_triton(_rbf)[(n, v)](grad, x, index, width, out, n, d, **shape, num_warps=4)
     return out
 
@@ -203,6 +261,13 @@ def curvature(x: Tensor, *, k: int) -> Tensor:
     return select_and_score(x, k)[0]
 
 
-def rbf_curvature(x: Tensor, *, k: int, width: Tensor) -> Tensor:
-    """Eq. (10) with the RBF kernel for v sets of points, (v, n, d) → (v, n)."""
+def rbf_curvature(x: Tensor, *, k: int, width: Tensor | None) -> Tensor:
+    """Eq. (10) with the RBF kernel for v sets of points, (v, n, d) → (v, n); γ by the median heuristic if None."""
+    if width is None:
+        return rbf_score(x, *select_and_width(x.detach(), k))
     return rbf_score(x, select_and_score(x.detach(), k)[1], width.flatten())
+
+
+def finds_width(x: Tensor) -> bool:
+    """Whether the median heuristic looks at all these points, as `rbf_curvature` does."""
+    return x.shape[1] <= MEDIAN_POINTS

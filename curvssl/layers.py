@@ -6,6 +6,7 @@ other. A batch (2b, C, H, W) in channels_last is a matrix of pixels × channels,
 its lower, and each view is normalised by its own statistics.
 """
 
+import itertools
 import math
 from typing import Any
 
@@ -15,10 +16,13 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.library import triton_op, wrap_triton
 
-ROWS = 64  # pixels and channels of a tile: 16 kB in float32
-COLUMNS = 64
+COLUMNS = 64  # channels of a tile
+TILE = {"ROWS": 64, "COLUMNS": COLUMNS, "num_warps": 4}  # of a map over all pixels
+# Of sums over pixels: while a tile is added up, the loads of the STAGES − 1 next ones are under way. Four warps load
+# FOLD rows in bfloat16 at once, so folding a tile to these adds up what each thread has anyway.
+SUMS = {"ROWS": 32, "FOLD": 16, "COLUMNS": COLUMNS, "STAGES": 3, "num_warps": 4}
 LARGE = 2**22  # numbers in an activation: smaller ones are left to the compiler (docs/performance.md)
-PROGRAMS = 1024  # a sum over pixels is spread over about this many
+PROGRAMS = 528  # four for each of 132 multiprocessors: a sum over pixels is spread over about this many
 
 # ---- BatchNorm, then a residual to add, then ReLU ----
 # Sums are of x − x₀, x₀ the view's first pixel: it has about the size of the others, so the variance keeps its digits.
@@ -41,6 +45,12 @@ def _tile(index, view, cols, inside, rows, c, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _fold(x, FOLD: tl.constexpr):
+    """A tile's rows added up to FOLD rows."""
+    return tl.sum(tl.reshape(x, (x.shape[0] // FOLD, FOLD, x.shape[1])), 0)
+
+
+@triton.jit
 def _add_up(sum_ptr, once, twice, cols, inside, view, c):
     """Add two tiles, summed over their pixels, to (view, 2, c)."""
     sum_ptr += view * 2 * c
@@ -49,20 +59,23 @@ def _add_up(sum_ptr, once, twice, cols, inside, view, c):
 
 
 @triton.jit
-def _sums(x_ptr, sum_ptr, rows, c, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _sums(
+    x_ptr, sum_ptr, rows, c,
+    TILES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Σ (x − x₀) and Σ (x − x₀)² of one view, added to (view, 2, c)."""
     view = tl.program_id(2)
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = cols < c
     first = tl.load(x_ptr + view * rows * c + cols, inside, other=0.0).to(tl.float32)
-    once = tl.zeros((ROWS, COLUMNS), tl.float32)
-    twice = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for t in range(TILES):
+    once = tl.zeros((FOLD, COLUMNS), tl.float32)
+    twice = tl.zeros((FOLD, COLUMNS), tl.float32)
+    for t in tl.range(TILES, num_stages=STAGES):
         live, there = _tile(tl.program_id(0) * TILES + t, view, cols, inside, rows, c, ROWS)
         x = tl.load(x_ptr + there, live, other=0.0).to(tl.float32)
         x = tl.where(live, x - first[None, :], 0.0)
-        once += x
-        twice += x * x
+        once += _fold(x, FOLD)
+        twice += _fold(x * x, FOLD)
     _add_up(sum_ptr, once, twice, cols, inside, view, c)
 
 
@@ -89,10 +102,11 @@ def _forward(
 
 @triton.jit
 def _gradient_sums(
-    dy_ptr, x_ptr, y_ptr, sum_ptr, weight_ptr, bias_ptr, out_ptr, passed_ptr, rows, c, TILES: tl.constexpr,
-    EPS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    dy_ptr, more_ptr, x_ptr, y_ptr, sum_ptr, weight_ptr, bias_ptr, out_ptr, passed_ptr, rows, c,
+    EPS: tl.constexpr, RELU: tl.constexpr, MORE: tl.constexpr, RESIDUAL: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Σ ∂ and Σ ∂ x̂ of one view, where ∂ is what the ReLU lets pass of ∂y; it is the residual's gradient too."""
+    """Σ ∂ and Σ ∂ x̂ of one view, where ∂ is what the ReLU lets pass of ∂y (and more); the residual's gradient too."""
     view = tl.program_id(2)
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = cols < c
@@ -100,20 +114,23 @@ def _gradient_sums(
     inverse = 1 / tl.sqrt(variance + EPS)
     weight = tl.load(weight_ptr + cols, inside, other=0.0)
     bias = tl.load(bias_ptr + cols, inside, other=0.0)
-    once = tl.zeros((ROWS, COLUMNS), tl.float32)
-    twice = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for t in range(TILES):
+    once = tl.zeros((FOLD, COLUMNS), tl.float32)
+    twice = tl.zeros((FOLD, COLUMNS), tl.float32)
+    for t in tl.range(TILES, num_stages=STAGES):
         live, there = _tile(tl.program_id(0) * TILES + t, view, cols, inside, rows, c, ROWS)
         d = tl.load(dy_ptr + there, live, other=0.0).to(tl.float32)
+        if MORE:
+            d += tl.load(more_ptr + there, live, other=0.0).to(tl.float32)
         hat = (tl.load(x_ptr + there, live, other=0.0).to(tl.float32) - mean[None, :]) * inverse[None, :]
         if RESIDUAL:
             d = tl.where(tl.load(y_ptr + there, live, other=0.0).to(tl.float32) <= 0, 0.0, d)
-            tl.store(passed_ptr + there, d, live)
         elif RELU:
             d = tl.where(hat * weight[None, :] + bias[None, :] <= 0, 0.0, d)
+        if MORE or RESIDUAL:
+            tl.store(passed_ptr + there, d, live)
         d = tl.where(live, d, 0.0)
-        once += d
-        twice += d * hat
+        once += _fold(d, FOLD)
+        twice += _fold(d * hat, FOLD)
     _add_up(out_ptr, once, twice, cols, inside, view, c)
 
 
@@ -145,12 +162,10 @@ def _grid(x: Tensor) -> tuple[int, int, dict[str, int], tuple[int, int, int], tu
     """Pixels of a view, channels, the tiles of a sum, and the grids of a sum and of a map over all tiles."""
     c = x.shape[1]
     rows = x.numel() // c // 2
-    down, across = triton.cdiv(rows, ROWS), triton.cdiv(c, COLUMNS)
+    down, across = triton.cdiv(rows, SUMS["ROWS"]), triton.cdiv(c, COLUMNS)
     tiles = triton.cdiv(2 * down * across, PROGRAMS)
-    return rows, c, {"TILES": tiles}, (triton.cdiv(down, tiles), across, 2), (down, across, 2)
-
-
-TILE = {"ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": 4}
+    some = triton.cdiv(down, tiles), across, 2
+    return rows, c, {"TILES": tiles, **SUMS}, some, (triton.cdiv(rows, TILE["ROWS"]), across, 2)
 
 
 @triton_op("curvssl::normalise", mutates_args={})
@@ -163,7 +178,7 @@ def normalise(
     y = torch.empty_like(x)
     sums = torch.zeros(2, 2, x.shape[1], device=x.device)
     rows, c, tiles, some, every = _grid(x)
-    wrap_triton(_sums)[some](x, sums, rows, c, **tiles, **TILE)
+    wrap_triton(_sums)[some](x, sums, rows, c, **tiles)
     flags = {"EPS": eps, "RELU": relu, "RESIDUAL": residual is not None}
     wrap_triton(_forward)[every](x, add, y, sums, weight, bias, rows, c, **flags, **TILE)
     return y, sums
@@ -171,42 +186,53 @@ def normalise(
 
 @triton_op("curvssl::normalise_gradient", mutates_args={})
 def normalise_gradient(
-    dy: Tensor, x: Tensor, y: Tensor | None, sums: Tensor, weight: Tensor, bias: Tensor, eps: float, relu: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """∂x, what the ReLU let pass of ∂y (where y is given), and the sums (2, 2, C) that ∂β and ∂γ come from."""
+    dy: Tensor, more: Tensor | None, x: Tensor, y: Tensor | None, sums: Tensor, weight: Tensor, bias: Tensor,
+    eps: float, relu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """∂x, what the ReLU let pass of ∂y + more (or nothing: see `writes`), and the sums (2, 2, C) for ∂β and ∂γ."""
     dy, x = (t.contiguous(memory_format=torch.channels_last) for t in (dy, x))
+    second = dy if more is None else more.contiguous(memory_format=torch.channels_last)
+    seen = x if y is None else y.contiguous(memory_format=torch.channels_last)
     dx, out = torch.empty_like(x), torch.zeros_like(sums)
-    residual = y is not None
-    passed = torch.empty_like(dy) if residual else dy.new_empty(0)
+    writes = more is not None or y is not None  # a sum is written once for the next kernel, and so is a residual's ∂
+    passed = torch.empty_like(dy) if writes else dy.new_empty(0)
     rows, c, tiles, some, every = _grid(x)
-    seen = y.contiguous(memory_format=torch.channels_last) if y is not None else x
-    flags = {"EPS": eps, "RELU": relu, "RESIDUAL": residual}
-    wrap_triton(_gradient_sums)[some](dy, x, seen, sums, weight, bias, out, passed, rows, c, **tiles, **flags, **TILE)
-    flags = {"EPS": eps, "RELU": relu and not residual}
-    source = passed if residual else dy
+    flags = {"EPS": eps, "RELU": relu, "MORE": more is not None, "RESIDUAL": y is not None}
+    wrap_triton(_gradient_sums)[some](dy, second, x, seen, sums, weight, bias, out, passed, rows, c, **flags, **tiles)
+    source, flags = passed if writes else dy, {"EPS": eps, "RELU": relu and not writes}
     wrap_triton(_backward)[every](source, x, sums, weight, bias, out, dx, rows, c, **flags, **TILE)
     return dx, passed, out
 
 
-def _keep_norm(ctx: Any, inputs: Any, output: Any) -> None:
-    x, residual, weight, bias, eps, relu = inputs
-    ctx.save_for_backward(x, None if residual is None else output[0], output[1], weight, bias)
-    ctx.eps, ctx.relu = eps, relu
+class _Norm(torch.autograd.Function):
+    """The sums and y; with `fork` y once more, so that the gradients of its two readers arrive apart."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, relu: bool, fork: bool
+    ) -> tuple[Tensor, ...]:
+        y, sums = normalise(x, residual, weight, bias, eps, relu)
+        ctx.save_for_backward(x, None if residual is None else y, sums, weight, bias)
+        ctx.eps, ctx.relu = eps, relu
+        ctx.mark_non_differentiable(sums)
+        return (sums, y, y.view_as(y)) if fork else (sums, y)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor, dy: Tensor, more: Tensor | None = None) -> Any:
+        x, y, sums, weight, bias = ctx.saved_tensors
+        dx, passed, out = normalise_gradient(dy, more, x, y, sums, weight, bias, ctx.eps, ctx.relu)
+        d_bias, d_weight = out.sum(0)
+        return dx, None if y is None else passed, d_weight, d_bias, None, None, None
 
 
-def _norm_backward(ctx: Any, dy: Tensor, _: Tensor) -> Any:
-    x, y, sums, weight, bias = ctx.saved_tensors
-    dx, passed, out = normalise_gradient(dy, x, y, sums, weight, bias, ctx.eps, ctx.relu)
-    d_bias, d_weight = out.sum(0)
-    return dx, None if y is None else passed, d_weight, d_bias, None, None
+def norm(
+    layer: nn.BatchNorm2d, x: Tensor, *, residual: Tensor | None = None, relu: bool = False, fork: bool = False
+) -> Any:
+    """What the layer does with each of two views, then the residual and the ReLU; running statistics move twice.
 
-
-normalise.register_autograd(_norm_backward, setup_context=_keep_norm)
-
-
-def norm(layer: nn.BatchNorm2d, x: Tensor, *, residual: Tensor | None = None, relu: bool = False) -> Tensor:
-    """What the layer does with each of two views, then the residual and the ReLU; running statistics move twice."""
-    y, sums = normalise(x, residual, layer.weight, layer.bias, layer.eps, relu)
+    With `fork` it comes as a pair, one for each of two readers.
+    """
+    sums, *y = _Norm.apply(x, residual, layer.weight, layer.bias, layer.eps, relu, fork)
     with torch.no_grad():
         n = x.numel() // x.shape[1] // 2
         first = x.view(2, -1, *x.shape[1:])[:, 0, :, 0, 0].float()  # (2, C)
@@ -219,7 +245,7 @@ def norm(layer: nn.BatchNorm2d, x: Tensor, *, residual: Tensor | None = None, re
             layer.running_mean.lerp_(mean[view], layer.momentum)
             layer.running_var.lerp_(variance[view], layer.momentum)
         layer.num_batches_tracked.add_(2)
-    return y
+    return tuple(y) if fork else y[0]
 
 
 # ---- max-pool, 3×3, stride 2, padding 1 ----
@@ -319,13 +345,17 @@ pool.register_autograd(_pool_backward, setup_context=_keep_code)
 class QuickBlock(nn.Module):
     """Mixed into torchvision's BasicBlock."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    forks = False  # another block comes next: it reads this one's output twice, and takes a pair
+
+    def forward(self: Any, x: Tensor | tuple[Tensor, Tensor]) -> Any:
+        x, shortcut = x if isinstance(x, tuple) else (x, x)
         if not _quick(self, x, size=x.numel()):
             return super().forward(x)
         out = norm(self.bn1, self.conv1(x), relu=True)
         if self.downsample is not None:
-            x = norm(self.downsample[1], self.downsample[0](x))
-        return norm(self.bn2, self.conv2(out), residual=x, relu=True)
+            shortcut = norm(self.downsample[1], self.downsample[0](shortcut))
+        out = self.conv2(out)
+        return norm(self.bn2, out, residual=shortcut, relu=True, fork=self.forks and out.numel() >= LARGE)
 
 
 class QuickResNet(nn.Module):
@@ -335,7 +365,9 @@ class QuickResNet(nn.Module):
         pixels = x.shape[2] * x.shape[3] // math.prod(self.conv1.stride)
         if not _quick(self, x, size=len(x) * self.conv1.out_channels * pixels):
             return super().forward(x)
-        x = norm(self.bn1, self.conv1(x), relu=True)
+        x = self.conv1(x)
+        fork = isinstance(self.maxpool, nn.Identity) and isinstance(self.layer1[0], QuickBlock) and x.numel() >= LARGE
+        x = norm(self.bn1, x, relu=True, fork=fork)
         pools = isinstance(self.maxpool, nn.MaxPool2d) and x.shape[2] % 2 == x.shape[3] % 2 == 0
         x = pool(x)[0] if pools else self.maxpool(x)
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
@@ -355,3 +387,10 @@ def quicken(net: nn.Module) -> None:
         for kind, quick in ((BasicBlock, QuickBlock), (ResNet, QuickResNet)):
             if type(module) is kind:
                 module.__class__ = type(f"Quick{kind.__name__}", (quick, kind), {})
+    for module in net.modules():
+        chain = list(module) if isinstance(module, nn.Sequential) else []
+        if isinstance(module, QuickResNet):
+            chain = [part for part in module.modules() if isinstance(part, QuickBlock)]
+        for block, reader in itertools.pairwise(chain):
+            if isinstance(block, QuickBlock) and isinstance(reader, QuickBlock):
+                block.forks = True

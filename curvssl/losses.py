@@ -4,6 +4,7 @@
 With torch.distributed initialised every statistic is that of the global batch (the gradient: see distributed.py).
 """
 
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
@@ -29,8 +30,8 @@ class Loss(nn.Module):
         """The weighted sum of the terms."""
         return self.weigh(self.terms(z0, z1))
 
-    def terms(self, z0: Tensor, z1: Tensor) -> Terms:
-        """The named, unweighted terms of the loss, and what else there is to watch."""
+    def terms(self, z0: Tensor, z1: Tensor, *, part: int | None = None) -> Terms:
+        """The named, unweighted terms of the loss, and what else there is to watch; of one part, or of all."""
         if z0.ndim != 2 or z0.shape != z1.shape:
             raise ValueError(
                 f"expected two views of one shape (b, d), got {tuple(z0.shape)} and {tuple(z1.shape)}: "
@@ -40,12 +41,18 @@ class Loss(nn.Module):
             raise ValueError("a batch of 1 has no statistics: use 2 or more images")
         dtype = torch.promote_types(torch.promote_types(z0.dtype, z1.dtype), torch.float32)
         with torch.autocast(z0.device.type, enabled=False):
-            return self._terms(z0.to(dtype), z1.to(dtype))
+            z0, z1 = z0.to(dtype), z1.to(dtype)
+            chosen = self.parts() if part is None else self.parts()[part : part + 1]
+            return {name: value for terms in chosen for name, value in terms(z0, z1).items()}
 
-    def weigh(self, terms: Terms) -> Tensor:
+    def parts(self) -> tuple[Callable[[Tensor, Tensor], Terms], ...]:
+        """What makes the terms; no part needs another's, so a training step may take them side by side."""
+        return (self.embedding,)
+
+    def embedding(self, z0: Tensor, z1: Tensor) -> Terms:
         raise NotImplementedError
 
-    def _terms(self, z0: Tensor, z1: Tensor) -> Terms:
+    def weigh(self, terms: Terms) -> Tensor:
         raise NotImplementedError
 
 
@@ -56,7 +63,7 @@ class BarlowTwinsLoss(Loss):
         super().__init__()
         self.lambda_emb, self.eps = lambda_emb, eps
 
-    def _terms(self, z0: Tensor, z1: Tensor) -> Terms:
+    def embedding(self, z0: Tensor, z1: Tensor) -> Terms:
         b = len(z0) * world_size()
         c = total(standardise(z0, eps=self.eps).mT @ standardise(z1, eps=self.eps)) / b
         diagonal = c.diagonal()
@@ -100,19 +107,21 @@ class CurvSSLLoss(BarlowTwinsLoss):
         """Whether the hand-written kernels take this batch; what they compute is the same."""
         return fused is not None and world_size() == 1 and fused.fits(z, k=self.k)
 
-    def _terms(self, z0: Tensor, z1: Tensor) -> Terms:
+    def parts(self) -> tuple[Callable[[Tensor, Tensor], Terms], ...]:
+        return (self.embedding, self.curvature)
+
+    def curvature(self, z0: Tensor, z1: Tensor) -> Terms:
         b = len(z0) * world_size()
         check_k(self.k, n=b)
         c = standardise(self.scores(torch.stack((z0, z1))).mT, eps=self.eps)  # (b, 2): c̃ and c̃'
         m = c[:, 0] * c[:, 1] / b  # M is rank one: its diagonal m and three sums are all that L_curv needs
         sums = total(torch.stack((m.sum(), m.square().sum(), *c.square().sum(0))))
         trace, diagonal_squares, squares0, squares1 = sums.unbind()
-        curvature = {
+        return {
             "curvature_alignment": diagonal_squares - 2 * trace + b,
             "curvature_decorrelation": squares0 * squares1 / b**2 - diagonal_squares,
             "rho": trace.detach(),
         }
-        return super()._terms(z0, z1) | curvature
 
     def weigh(self, terms: Terms) -> Tensor:
         curvature = terms["curvature_alignment"] + self.lambda_curv * terms["curvature_decorrelation"]
@@ -140,8 +149,11 @@ class KernelCurvSSLLoss(CurvSSLLoss):
 
     def scores(self, z: Tensor) -> Tensor:
         everyone, first = among_all(z)
+        in_one_kernel = self.kernel == "rbf" and self.in_one_kernel(z)
+        if in_one_kernel and self.gamma == "median" and fused.finds_width(z):
+            return fused.rbf_curvature(z, k=self.k, width=None)
         width = kernel_width(everyone, kernel=self.kernel, gamma=self.gamma)
-        if self.kernel == "rbf" and self.in_one_kernel(z):
+        if in_one_kernel:
             return fused.rbf_curvature(z, k=self.k, width=width)
         neighbors = kernel_neighbors(z, everyone, k=self.k, kernel=self.kernel, width=width, first=first)
         return kernel_scores(z, everyone, kernel=self.kernel, width=width, neighbors=neighbors)
@@ -154,7 +166,7 @@ class VICRegLoss(Loss):
         super().__init__()
         self.invariance, self.variance, self.covariance = invariance, variance, covariance
 
-    def _terms(self, z0: Tensor, z1: Tensor) -> Terms:
+    def embedding(self, z0: Tensor, z1: Tensor) -> Terms:
         b, d = len(z0) * world_size(), z0.shape[1]
         z = torch.stack((z0, z1))
         z = z - total(z.sum(1, keepdim=True)) / b

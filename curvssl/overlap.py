@@ -6,17 +6,20 @@ that the compiler does not look into.
 """
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adam import adam
+
+if torch.cuda.is_available() and find_spec("triton"):
+    from curvssl import adam, stem
 
 # What the compiler may not do, for it does not see that a buffer is still being read on the other stream.
 OPTIONS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
 
 _streams: dict[int, torch.cuda.Stream] = {}
-_update: list[Callable[[int, Tensor], bool]] = []  # of the step whose backward pass is under way
+_update: list[Callable[[int, Tensor, Tensor], bool]] = []  # of the step whose backward pass is under way
 
 
 def second_stream() -> torch.cuda.Stream:
@@ -35,9 +38,14 @@ def weight_gradient(
     beside.wait_stream(here)
     with torch.cuda.stream(beside):
         found = torch.empty_like(weight, dtype=torch.float32)
-        found.copy_(_gradients(grad, x, weight, stride, padding, [False, True, False])[1])
+        if _of_pixels(x, weight, stride, padding):
+            low = stem.weight_gradient(grad, x, weight.shape[2], stride[0], padding[0])
+        else:
+            low = _gradients(grad, x, weight, stride, padding, [False, True, False])[1]
         # In float32 `weight` is the weight itself, which the rest of the backward pass still reads.
-        updated = weight.dtype != torch.float32 and any(update(number, found) for update in _update)
+        updated = weight.dtype != torch.float32 and any(update(number, low, found) for update in _update)
+        if not updated:
+            found.copy_(low)
     for tensor in (grad, x):
         tensor.record_stream(beside)  # its memory may not be given to others before
     found.record_stream(here)
@@ -56,12 +64,19 @@ def _gradients(grad: Tensor, x: Tensor, weight: Tensor, stride: list[int], paddi
     return torch.ops.aten.convolution_backward(grad, x, weight, None, stride, padding, [1, 1], False, [0, 0], 1, wanted)
 
 
+def _of_pixels(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> bool:
+    """Whether the kernels for a network's first convolution take this one."""
+    return len({*stride}) == len({*padding}) == 1 and stem.fits(x, weight)
+
+
 class _Convolve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, number: int, stride: list[int], padding: list[int]) -> Tensor:
         low = weight.to(x.dtype)
         ctx.save_for_backward(x, low)
         ctx.number, ctx.stride, ctx.padding = number, stride, padding
+        if _of_pixels(x, low, stride, padding):
+            return stem.convolve(x, low, stride[0], padding[0])
         return nn.functional.conv2d(x, low, None, stride, padding)
 
     @staticmethod
@@ -101,30 +116,29 @@ def beside(net: nn.Module) -> list[Tensor]:
 def backward_and_step(loss: Tensor, optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> None:
     """loss.backward() and Adam's step, the weights above updated as soon as their gradients are there."""
     updated: list[Tensor] = []
-    group = optimizer.param_groups[0]
-    settings: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay", "eps", "capturable")}
-    settings |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
-    settings |= {"amsgrad": False, "maximize": False, "fused": True}
+    group, states = optimizer.param_groups[0], optimizer.state
 
-    def update(number: int, grad: Tensor) -> bool:
-        weight = weights[number]
-        state = optimizer.state.get(weight)
-        if not state:  # the optimiser's first step makes it
-            return False
-        first, second, steps = ([state[name]] for name in ("exp_avg", "exp_avg_sq", "step"))
-        adam([weight], [grad], first, second, [], steps, **settings)
-        updated.append(weight)
-        return True
+    def update(weight: Tensor, grad: Tensor, found: Tensor) -> bool:
+        if states.get(weight):  # Adam's first step makes it
+            adam.update(weight, grad, found=found, state=states[weight], group=group)
+            updated.append(weight)
+        return weight in states
 
-    _update.append(update)
+    _update.append(lambda number, grad, found: update(weights[number], grad, found))
     try:
         loss.backward()
     finally:
         _update.clear()
     torch.cuda.current_stream().wait_stream(second_stream())
+    done = {id(weight) for weight in updated}
+    for weight in group["params"]:
+        if weight.grad is not None and id(weight) not in done and weight.numel() >= adam.MANY:
+            update(weight, weight.grad, weight.grad)
     gradients = [weight.grad for weight in updated]
     for weight in updated:
         weight.grad = None  # the optimiser passes over it
     optimizer.step()
+    if updated:
+        torch._foreach_add_([states[weight]["step"] for weight in updated], 1)
     for weight, gradient in zip(updated, gradients, strict=True):
         weight.grad = gradient

@@ -6,6 +6,8 @@ learning rate), so nothing in it waits for the host and a captured step can be r
 
 import os
 import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from curvssl import overlap
 from curvssl.augment import Augment
-from curvssl.losses import Loss
+from curvssl.losses import Loss, Terms
 from curvssl.models import per_view
 
 WARM_STEPS = 3  # real steps taken before a capture: they compile, and they make the optimiser's state
@@ -45,9 +47,9 @@ class Step:
         self.sums = torch.zeros(0, device=device)
         self.names: tuple[str, ...] = ()
         self.count = 0
-        self.z: tuple[Tensor, Tensor] = (self.sums, self.sums)
+        self.z = self.sums
         self.mode = mode
-        self._loss = self.loss
+        self._loss: Callable[..., Any] = self.loss
         self._beside: list[Tensor] = []
         if mode != "eager":
             keep_compile_cache()
@@ -60,7 +62,11 @@ class Step:
                 if isinstance(optimizer, torch.optim.Adam):
                     self._beside = overlap.beside(net)
                     options |= overlap.OPTIONS
-            self._loss = torch.compile(self.loss, dynamic=False, options=options or None)
+
+            def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+                return torch.compile(with_own_code(function), dynamic=False, options=options or None)
+
+            self._loss = self.side_by_side(compiled) if mode == "captured" else compiled(self.loss)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._static: tuple[Tensor, Tensor] | None = None
         self._taken = 0  # steps, since this object was made
@@ -83,26 +89,57 @@ class Step:
         self._taken += 1
         self.count += 1
 
-    def loss(self, batch: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def loss(self, batch: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The loss to differentiate, it and its terms as one vector to log, and the two views' embeddings."""
+        z = self.embed(batch, u)
+        loss, logged = self.weigh(self.criterion.terms(*z.chunk(2)))
+        return loss, logged, z.detach()
+
+    def embed(self, batch: Tensor, u: Tensor) -> Tensor:
+        """The two views' embeddings, one under the other, (2b, d)."""
         x = batch if self.images is None else self.images.index_select(0, batch)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             views = self.augment(torch.cat((x, x)), u.flatten(0, 1))
-            z0, z1 = self.net(views.contiguous(memory_format=torch.channels_last)).chunk(2)
-        terms = self.criterion.terms(z0, z1)
+            z = self.net(views.contiguous(memory_format=torch.channels_last))
+        return z.to(torch.promote_types(z.dtype, torch.float32))
+
+    def weigh(self, terms: Terms) -> tuple[Tensor, Tensor]:
+        """The loss, and it and its terms as one vector to log."""
         self.names = ("loss", *terms)
         loss = self.criterion.weigh(terms)
-        return loss, torch.stack((loss, *terms.values())).detach(), z0.detach(), z1.detach()
+        return loss, torch.stack((loss, *terms.values())).detach()
+
+    def side_by_side(self, compiled: Callable[..., Any]) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+        """`loss`, compiled, all parts of the criterion but the first on the second stream, and their gradients too."""
+        embed, weigh = compiled(self.embed), compiled(self.weigh)
+
+        def terms_of(part: int) -> Callable[[Tensor], Terms]:
+            return compiled(lambda z: self.criterion.terms(*z.chunk(2), part=part))
+
+        parts = [terms_of(part) for part in range(len(self.criterion.parts()))]
+
+        def loss(batch: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            here, beside = torch.cuda.current_stream(), overlap.second_stream()
+            z = embed(batch, u)
+            beside.wait_stream(here)
+            with torch.cuda.stream(beside):
+                found = [part(z) for part in parts[1:]]
+            found.insert(0, parts[0](z))
+            here.wait_stream(beside)
+            loss, logged = weigh({name: value for terms in found for name, value in terms.items()})
+            return loss, logged, z.detach()  # z outlives the backward pass, which reads it on both streams
+
+        return loss
 
     def _plain(self, batch: Tensor, u: Tensor) -> None:
         self.optimizer.zero_grad()
-        loss, logged, *z = self._loss(batch, u)
+        loss, logged, z = self._loss(batch, u)
         if self._beside:
             overlap.backward_and_step(loss, self.optimizer, self._beside)
         else:
             loss.backward()
             self.optimizer.step()
-        self.z = (z[0], z[1])
+        self.z = z
         if len(self.sums) != len(logged):
             self.sums = torch.zeros_like(logged)
         self.sums += logged
@@ -148,6 +185,16 @@ class Step:
         """Norm of the gradient of the step that ran last; waits for the device."""
         gradients = [p.grad for p in self.net.parameters() if p.grad is not None]
         return float(torch.nn.utils.get_total_norm(gradients))
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with a code object of its own: torch.compile gives up on one that it has compiled eight times,
+    and a process may train more often than that."""
+    if isinstance(function, types.MethodType):
+        return types.MethodType(with_own_code(function.__func__), function.__self__)
+    assert isinstance(function, types.FunctionType)
+    code, name = function.__code__.replace(), function.__name__
+    return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
 
 
 def keep_compile_cache() -> None:

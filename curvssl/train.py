@@ -163,7 +163,7 @@ def _train(run: Run, data: Dataset, *, device: torch.device, progress: bool) -> 
             if done % steps_per_epoch == 0:
                 row: dict[str, Any] = {"epoch": done // steps_per_epoch, "step": done} | step.means()
                 views, took = 2 * config.batch_size * (done - epoch_first), time.monotonic() - epoch_started
-                row |= watch.geometry_of(*step.z, criterion=criterion, k=config.k)
+                row |= watch.geometry_of(*step.z.chunk(2), criterion=criterion, k=config.k)
                 row |= {"grad_norm": step.gradient_norm(), "lr": lr, "views_per_s": views / took}
                 watch.alarm(row, d_z=config.d_z, batch_size=config.batch_size, warned=warned)
                 if config.monitor_every and (row["epoch"] % config.monitor_every == 0 or done == last):

@@ -28,6 +28,11 @@ def compare(n: int, d: int, k: int, *, device: str) -> None:
     assert fused.select_and_score(x.detach(), k)[1].equal(neighbors.int())
 
     width = kernel_width(exact, kernel="rbf", gamma="median")
+    if fused.finds_width(x):
+        found, own_width = fused.select_and_width(x.detach(), k)
+        assert found.equal(neighbors.int())
+        torch.testing.assert_close(own_width.double(), width.flatten(), rtol=1e-5, atol=0)
+        assert fused.select_and_width(torch.ones_like(x), k)[1].tolist() == [1, 1]
     pairs = [
         (fused.curvature(x, k=k), scores(exact, exact, neighbors=neighbors)),
         (

@@ -1,6 +1,7 @@
 """The hand-written layers against torch's: in Triton's interpreter anywhere, on the device where there is one."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -14,9 +15,19 @@ SHAPES = [(6, 70, 5, 5), (4, 32, 8, 6), (8, 512, 1, 1)]
 
 COMPARE = """
 import test_layers
+from curvssl import layers
+layers.PROGRAMS = 4  # so that a program adds up several tiles, of which some may lie behind the end
 for shape in test_layers.SHAPES:
     test_layers.compare_norm(shape, device="cpu")
 test_layers.compare_pool((2, 5, 8, 6), device="cpu")
+"""
+
+# Of the activations (8, 64, 8, 8), (8, 128, 4, 4), (8, 256, 2, 2) and (8, 512, 1, 1) the last is small.
+COMPARE_NETWORK = """
+import test_layers
+from curvssl import layers
+layers.LARGE = 8192
+test_layers.compare_network("resnet18", stem="small", batch=8, size=8, device="cpu")
 """
 
 
@@ -29,7 +40,8 @@ def compare_norm(shape: tuple[int, int, int, int], *, device: str) -> None:
     """Outputs, gradients and running statistics in float32 against torch's in float64, one view at a time."""
     from curvssl import layers
 
-    for residual, relu in ((False, False), (False, True), (True, True)):
+    kinds = ((False, False), (False, True), (True, True))
+    for (residual, relu), fork in itertools.product(kinds, (False, True)):
         ours = nn.BatchNorm2d(shape[1]).to(device)
         nn.init.uniform_(ours.weight, -1, 2)
         nn.init.normal_(ours.bias)
@@ -37,14 +49,16 @@ def compare_norm(shape: tuple[int, int, int, int], *, device: str) -> None:
         x = (channels_last(*shape, device=device) * 2 + 5).requires_grad_()
         r = (channels_last(*shape, device=device, seed=1) * 0.5).requires_grad_()
         exact, exact_r = (t.detach().double().requires_grad_() for t in (x, r))
-        y = layers.norm(ours, x, residual=r if residual else None, relu=relu)
+        y = layers.norm(ours, x, residual=r if residual else None, relu=relu, fork=fork)
         expected = torch.cat([oracle(view) for view in exact.chunk(2)])
         expected = expected + exact_r if residual else expected
         expected = F.relu(expected) if relu else expected
-        torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
-        g = channels_last(*shape, device=device, seed=2)
-        y.backward(g)
-        expected.backward(g.double())
+        pair = y if fork else (y,)
+        gradients = [channels_last(*shape, device=device, seed=2 + reader) for reader in range(len(pair))]
+        for one in pair:
+            torch.testing.assert_close(one.double(), expected, rtol=1e-4, atol=1e-4)
+        torch.autograd.backward(pair, gradients)
+        expected.backward(torch.stack(gradients).double().sum(0))
         for mine, theirs in ((x, exact), (r, exact_r), *zip(ours.parameters(), oracle.parameters(), strict=True)):
             if theirs.grad is None:
                 assert mine.grad is None
@@ -67,8 +81,41 @@ def compare_pool(shape: tuple[int, int, int, int], *, device: str) -> None:
     torch.testing.assert_close(torch.autograd.grad(y, x, g), torch.autograd.grad(expected, x, g))
 
 
+def compare_network(encoder: str, *, stem: str, batch: int, size: int, device: str) -> None:
+    """Outputs, gradients and running statistics of a quickened network against the plain one's, and float64."""
+    from curvssl import layers
+
+    shape = {"channels": 3, "size": size, "width": 64, "depth": 2, "d_z": 16, "norm": False, "seed": 0}
+    plain = make_net(encoder=encoder, stem=stem, **shape).to(device).to(memory_format=torch.channels_last)
+    quick, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    for net in (plain, quick, exact):
+        per_view(net)
+    layers.quicken(quick)
+    x = channels_last(batch, 3, size, size, device=device)
+    g = torch.randn(batch, 16, device=device)
+    outputs = [net(x.to(next(net.parameters()).dtype)) for net in (plain, quick, exact)]
+    for y in outputs:
+        y.backward(g.to(y.dtype))
+
+    def error(net: nn.Module) -> float:
+        """How far the gradients are from those in float64, relative, the worst of all layers."""
+        pairs = zip(net.parameters(), exact.parameters(), strict=True)
+        return max(float((p.grad - q.grad).norm() / (q.grad.norm() + 1e-6)) for p, q in pairs)
+
+    torch.testing.assert_close(outputs[1].double(), outputs[2], rtol=1e-2, atol=1e-2)
+    assert error(quick) < 3 * error(plain) + 1e-4
+    for mine, theirs in zip(quick.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+    quick.eval(), plain.eval()
+    torch.testing.assert_close(quick(x), plain(x), rtol=1e-2, atol=1e-2)
+
+
 def test_kernels_equal_torchs_layers_in_tritons_interpreter() -> None:
     in_tritons_interpreter(COMPARE)
+
+
+def test_a_network_of_large_and_small_blocks_equals_the_plain_one_in_tritons_interpreter() -> None:
+    in_tritons_interpreter(COMPARE_NETWORK)
 
 
 @pytest.mark.gpu
@@ -91,27 +138,5 @@ def test_a_quickened_network_has_the_outputs_and_gradients_of_the_plain_one(
 ) -> None:
     from curvssl import layers
 
-    shape = {"channels": 3, "size": 32, "width": 64, "depth": 2, "d_z": 16, "norm": False, "seed": 0}
-    plain = make_net(encoder=encoder, stem=stem, **shape).cuda().to(memory_format=torch.channels_last)
-    quick, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
-    for net in (plain, quick, exact):
-        per_view(net)
     monkeypatch.setattr(layers, "LARGE", 0)
-    layers.quicken(quick)
-    x = channels_last(64, 3, 32, 32, device="cuda")
-    g = torch.randn(64, 16, device="cuda")
-    outputs = [net(x.to(next(net.parameters()).dtype)) for net in (plain, quick, exact)]
-    for y in outputs:
-        y.backward(g.to(y.dtype))
-
-    def error(net: nn.Module) -> float:
-        """How far the gradients are from those in float64, relative, the worst of all layers."""
-        pairs = zip(net.parameters(), exact.parameters(), strict=True)
-        return max(float((p.grad - q.grad).norm() / (q.grad.norm() + 1e-6)) for p, q in pairs)
-
-    torch.testing.assert_close(outputs[1].double(), outputs[2], rtol=1e-2, atol=1e-2)
-    assert error(quick) < 3 * error(plain) + 1e-4
-    for mine, theirs in zip(quick.buffers(), plain.buffers(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
-    quick.eval(), plain.eval()
-    torch.testing.assert_close(quick(x), plain(x), rtol=1e-2, atol=1e-2)
+    compare_network(encoder, stem=stem, batch=64, size=32, device="cuda")

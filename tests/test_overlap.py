@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from pipeline import in_tritons_interpreter
 from torch import nn
 
 from curvssl.overlap import backward_and_step, beside
@@ -11,17 +12,48 @@ from curvssl.overlap import backward_and_step, beside
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    layers = [nn.Conv2d(3, 16, 7, 2, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, bias=False)]
-    return nn.Sequential(*layers, nn.Conv2d(32, 8, 1)).to(memory_format=torch.channels_last)
+    layers = [nn.Conv2d(8, 16, 7, 2, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, bias=False)]
+    return nn.Sequential(*layers, nn.Conv2d(32, 600, 1)).to(memory_format=torch.channels_last)
 
 
 def test_plain_convolutions_are_taken_and_others_left():
     net = network()
-    net.append(nn.Conv2d(8, 8, 3, groups=2, bias=False))
+    net.append(nn.Conv2d(600, 8, 3, groups=2, bias=False))
     taken = beside(net)
     assert [id(weight) for weight in taken] == [id(net[0].weight), id(net[3].weight)]
-    x = torch.randn(2, 3, 16, 16)
+    x = torch.randn(2, 8, 16, 16)
     assert net.eval()(x).equal(net(x))
+
+
+def compare_adam(shape: tuple[int, ...], *, device: str) -> None:
+    """Three steps from one gradient each, against torch's Adam in float64 with the same rounded gradients."""
+    from curvssl import adam
+
+    weight = torch.randn(shape, device=device).to(memory_format=torch.channels_last)
+    exact = nn.Parameter(weight.double())
+    theirs = torch.optim.Adam([exact], lr=1e-2, weight_decay=1e-2)
+    group = theirs.param_groups[0] | {"lr": torch.tensor(1e-2, device=device)}
+    state = {name: torch.zeros(shape, device=device) for name in ("exp_avg", "exp_avg_sq")}  # not in channels_last
+    state["step"] = torch.zeros((), device=device)
+    for _ in range(3):
+        grad, found = torch.randn(shape, device=device).half(), torch.empty_like(weight)
+        adam.update(weight, grad, found=found, state=state, group=group)
+        state["step"] += 1
+        exact.grad = grad.double()
+        theirs.step()
+        assert found.equal(grad.float())
+        torch.testing.assert_close(weight.double(), exact.detach(), rtol=1e-5, atol=1e-6)
+    for name in ("exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(state[name].double(), theirs.state[exact][name], rtol=1e-5, atol=1e-6)
+
+
+def test_adam_of_one_weight_is_torchs_in_tritons_interpreter():
+    in_tritons_interpreter("import test_overlap; test_overlap.compare_adam((7, 5, 3, 3), device='cpu')")
+
+
+@pytest.mark.gpu
+def test_adam_of_one_weight_is_torchs_on_the_device():
+    compare_adam((512, 256, 3, 3), device="cuda")
 
 
 @pytest.mark.gpu
@@ -38,7 +70,7 @@ def test_six_steps_are_those_of_backward_and_then_step(low: bool, monkeypatch: p
 
     usual, ours = optimizer(plain), optimizer(net)
     for _ in range(6):
-        x = torch.randn(64, 3, 32, 32, device="cuda").contiguous(memory_format=torch.channels_last)
+        x = torch.randn(64, 8, 32, 32, device="cuda").contiguous(memory_format=torch.channels_last)
         for module, chosen in ((plain, usual), (net, ours)):
             chosen.zero_grad()
             with torch.autocast("cuda", torch.bfloat16, enabled=low):

@@ -129,6 +129,18 @@ def test_what_cannot_be_compiled_goes_on_eagerly_with_one_line(capfd: pytest.Cap
     assert len(said) == 1
 
 
+@pytest.mark.filterwarnings("default")
+def test_the_second_step_of_a_process_is_compiled_even_if_a_function_may_be_compiled_only_once():
+    eager = make_step("curvssl", "eager", torch.device("cpu"))
+    take(eager, 1)
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        for _ in range(2):
+            step = make_step("curvssl", "compiled", torch.device("cpu"))
+            take(step, 1)
+            assert step.mode == "compiled"
+            assert step.means() == pytest.approx(eager.means(), rel=1e-4)
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(

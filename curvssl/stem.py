@@ -1,0 +1,164 @@
+"""The first convolution of a ResNet, from pixels, as hand-written GPU kernels: its outputs and its weight gradient.
+
+torch.nn.functional.conv2d is the meaning of every line here, and the tests hold the two against each other. With few
+channels a convolution is a small matrix product of patches and weights, and most of its time should go into writing or
+reading the 64 outputs of each pixel. In channels_last a row of a patch is one run of size · channels numbers. To be
+read V at a time it begins at a multiple of V, SKIP numbers early, and is RUN long; what is too much has no weight.
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+CHANNELS, OUTPUTS = 4, 64
+NUMBERS = 256  # in a patch: with more, a tile of them does not stay on a multiprocessor
+SMALL = 64
+
+# A program stays at its tile of an image and goes through many images: where the numbers of its patches lie is the
+# same in all. Pixels of a tile, warps, stages and programs for small patches (3×3), then for larger ones (7×7).
+FORWARD = ((64, 4, 2, 132 * 10), (64, 4, 2, 132 * 2))
+GRADIENT = ((128, 8, 3, 132 * 3), (64, 4, 3, 132 * 2))
+SUMS = 16  # programs that finish together would wait for each other at one sum
+
+
+def fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernels take these pixels and weights."""
+    if x.dim() != 4 or not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    outputs, channels, height, width = weight.shape
+    small = outputs <= OUTPUTS and channels <= CHANNELS and channels * height * width <= NUMBERS
+    return small and channels == x.shape[1] and height == width
+
+
+@triton.jit
+def _places(
+    pixel, FIRST: tl.constexpr, COUNT: tl.constexpr, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    DOWN: tl.constexpr, ACROSS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
+    V: tl.constexpr, SKIP: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """Where in an image numbers FIRST, FIRST + 1, … of the patches of some pixels lie; negative beyond the border."""
+    k = FIRST + tl.arange(0, COUNT)
+    y = (pixel // ACROSS * STRIDE - PADDING)[:, None] + (k // RUN)[None, :]
+    x = ((pixel % ACROSS * STRIDE - PADDING) * C - SKIP)[:, None] + (k % RUN)[None, :]
+    live = (pixel < DOWN * ACROSS)[:, None] & (k < SIZE * RUN)[None, :]
+    there = tl.where(live & (y >= 0) & (y < H) & (x >= 0) & (x < W * C), y * (W * C) + x, -V)
+    return tl.max_contiguous(tl.multiple_of(there, (1, V)), (1, V))
+
+
+@triton.jit
+def _weights(
+    FIRST: tl.constexpr, COUNT: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr, SKIP: tl.constexpr,
+    RUN: tl.constexpr, OUTPUTS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Where each output's weights for numbers FIRST, FIRST + 1, … of a patch lie, and which of them there are."""
+    o, k = tl.arange(0, TILE), FIRST + tl.arange(0, COUNT)
+    column = k % RUN - SKIP
+    known = (k < SIZE * RUN) & (column >= 0) & (column < SIZE * C)
+    at = o[:, None] * (SIZE * SIZE * C) + (k // RUN * (SIZE * C) + column)[None, :]
+    return at, (o < OUTPUTS)[:, None] & known[None, :]
+
+
+@triton.jit
+def _convolve(
+    x_ptr, weight_ptr, y_ptr, images, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, DOWN: tl.constexpr,
+    ACROSS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, V: tl.constexpr,
+    SKIP: tl.constexpr, RUN: tl.constexpr, PART: tl.constexpr, REST: tl.constexpr, OUTPUTS: tl.constexpr,
+    TILE: tl.constexpr, PIXELS: tl.constexpr,
+):  # fmt: skip
+    """y = patches · Wᵀ, the numbers of a patch in two parts."""
+    pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
+    o = tl.arange(0, TILE)
+    out = pixel[:, None] * OUTPUTS + o[None, :]
+    live = (pixel < DOWN * ACROSS)[:, None] & (o < OUTPUTS)[None, :]
+    there = _places(pixel, 0, PART, C, H, W, DOWN, ACROSS, SIZE, STRIDE, PADDING, V, SKIP, RUN)
+    at, known = _weights(0, PART, C, SIZE, SKIP, RUN, OUTPUTS, TILE)
+    weight = tl.trans(tl.load(weight_ptr + at, known, other=0.0))
+    if REST:
+        there_too = _places(pixel, PART, REST, C, H, W, DOWN, ACROSS, SIZE, STRIDE, PADDING, V, SKIP, RUN)
+        at, known = _weights(PART, REST, C, SIZE, SKIP, RUN, OUTPUTS, TILE)
+        weight_too = tl.trans(tl.load(weight_ptr + at, known, other=0.0))
+    for image in range(tl.program_id(1).to(tl.int64), images, tl.num_programs(1)):
+        pixels_ptr = x_ptr + image * (H * W * C)
+        y = tl.dot(tl.load(pixels_ptr + there, there >= 0, other=0.0), weight)
+        if REST:
+            y = tl.dot(tl.load(pixels_ptr + there_too, there_too >= 0, other=0.0), weight_too, y)
+        tl.store(y_ptr + image * (DOWN * ACROSS * OUTPUTS) + out, y, live)
+
+
+@triton.jit
+def _weight_gradient(
+    x_ptr, dy_ptr, out_ptr, images, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, DOWN: tl.constexpr,
+    ACROSS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, V: tl.constexpr,
+    SKIP: tl.constexpr, RUN: tl.constexpr, PART: tl.constexpr, REST: tl.constexpr, OUTPUTS: tl.constexpr,
+    TILE: tl.constexpr, PIXELS: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """∂W = ∂yᵀ · patches, added to one of SUMS (outputs, size² · channels)."""
+    pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
+    o = tl.arange(0, TILE)
+    given = pixel[:, None] * OUTPUTS + o[None, :]
+    live = (pixel < DOWN * ACROSS)[:, None] & (o < OUTPUTS)[None, :]
+    there = _places(pixel, 0, PART, C, H, W, DOWN, ACROSS, SIZE, STRIDE, PADDING, V, SKIP, RUN)
+    total = tl.zeros((TILE, PART), tl.float32)
+    if REST:
+        there_too = _places(pixel, PART, REST, C, H, W, DOWN, ACROSS, SIZE, STRIDE, PADDING, V, SKIP, RUN)
+        total_too = tl.zeros((TILE, REST), tl.float32)
+    for image in range(tl.program_id(1).to(tl.int64), images, tl.num_programs(1)):
+        pixels_ptr = x_ptr + image * (H * W * C)
+        dy = tl.trans(tl.load(dy_ptr + image * (DOWN * ACROSS * OUTPUTS) + given, live, other=0.0))
+        total = tl.dot(dy, tl.load(pixels_ptr + there, there >= 0, other=0.0), total)
+        if REST:
+            total_too = tl.dot(dy, tl.load(pixels_ptr + there_too, there_too >= 0, other=0.0), total_too)
+    out_ptr += tl.program_id(1) % SUMS * (OUTPUTS * SIZE * SIZE * C)
+    at, known = _weights(0, PART, C, SIZE, SKIP, RUN, OUTPUTS, TILE)
+    tl.atomic_add(out_ptr + at, total, known, sem="relaxed")
+    if REST:
+        at, known = _weights(PART, REST, C, SIZE, SKIP, RUN, OUTPUTS, TILE)
+        tl.atomic_add(out_ptr + at, total_too, known, sem="relaxed")
+
+
+def _launch(
+    settings: tuple[tuple[int, int, int, int], ...], x: Tensor, y: Tensor, size: int, stride: int, padding: int
+) -> tuple[tuple[int, int], dict[str, int]]:
+    """The grid, which is tiles of an image × programs that share the images, and what a kernel is compiled for."""
+    c, h, w = x.shape[1:]
+    v = math.gcd(w * c, stride * c, 8)
+    skip = -padding * c % v
+    run = triton.cdiv(skip + size * c, v) * v
+    # A 7×7 patch of colours is 154 numbers: in parts of 128 and 32, where one power of two would be 256.
+    part = max(16, triton.next_power_of_2(size * run) // 2)
+    rest = max(16, triton.next_power_of_2(size * run - part)) if size * run > part else 0
+    part, rest = (2 * part, 0) if rest == part else (part, rest)
+    pixels, warps, stages, programs = settings[size * run > SMALL]
+    shape = {"C": c, "H": h, "W": w, "DOWN": y.shape[2], "ACROSS": y.shape[3], "SIZE": size, "STRIDE": stride}
+    shape |= {"PADDING": padding, "V": v, "SKIP": skip, "RUN": run, "PART": part, "REST": rest}
+    shape |= {"OUTPUTS": y.shape[1], "TILE": OUTPUTS, "PIXELS": pixels, "num_warps": warps, "num_stages": stages}
+    tiles = triton.cdiv(y.shape[2] * y.shape[3], pixels)
+    return (tiles, min(len(y), triton.cdiv(programs, tiles))), shape
+
+
+@triton_op("curvssl::stem", mutates_args={})
+def convolve(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+    """conv2d(x, weight), summed in float32."""
+    x, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, weight))
+    size = weight.shape[2]
+    down, across = ((length + 2 * padding - size) // stride + 1 for length in x.shape[2:])
+    form: Any = {"dtype": x.dtype, "device": x.device, "memory_format": torch.channels_last}
+    y = torch.empty((len(x), len(weight), down, across), **form)
+    grid, shape = _launch(FORWARD, x, y, size, stride, padding)
+    wrap_triton(_convolve)[grid](x, weight, y, len(x), **shape)
+    return y
+
+
+@triton_op("curvssl::stem_gradient", mutates_args={})
+def weight_gradient(dy: Tensor, x: Tensor, size: int, stride: int, padding: int) -> Tensor:
+    """∂L/∂W in float32 of y = convolve(x, W)."""
+    dy, x = (t.contiguous(memory_format=torch.channels_last) for t in (dy, x))
+    out = torch.zeros((SUMS, dy.shape[1], size, size, x.shape[1]), device=x.device)
+    grid, shape = _launch(GRADIENT, x, dy, size, stride, padding)
+    wrap_triton(_weight_gradient)[grid](x, dy, out, len(x), SUMS=SUMS, **shape)
+    return out.sum(0).permute(0, 3, 1, 2)
