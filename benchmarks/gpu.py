@@ -112,7 +112,7 @@ def step_worker(stem: str, batch: int, ready: Any, turn: Any, answers: Any) -> N
         rounds: dict[str, list[float]] = {method: [] for method in METHODS}
         for _ in range(10):
             for method, call in calls.items():
-                rounds[method].append(median_ms(call, times=20, repeats=1))
+                rounds[method].append(median_ms(call, times=20 * 256 // batch, repeats=1))
         for method, ms in rounds.items():
             row = {"stem": stem, "batch": batch, "method": method, "ms": statistics.median(ms), "rounds": ms}
             answers.put(row | {"peak_GB": room[method]})
@@ -120,7 +120,7 @@ def step_worker(stem: str, batch: int, ready: Any, turn: Any, answers: Any) -> N
 
 def steps(cases: list[tuple[str, int]]) -> list[dict[str, Any]]:
     context = mp.get_context("spawn")
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "8"  # two compile at once
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "4"  # four compile at once
     answers, turn = context.Queue(), context.Lock()
     ready = context.Barrier(len(cases))
     workers = [context.Process(target=step_worker, args=(*case, ready, turn, answers)) for case in cases]
@@ -377,7 +377,7 @@ def probe_run() -> dict[str, float]:
 def table(found: dict[str, Any]) -> str:
     """Steps and peers; the rest is in the JSON, and in docs/performance.md."""
     top = found["ceilings"]["bf16_TFLOP_per_s"]
-    rows = [*found["steps"], *found.get("large_steps", []), *found.get("peers", [])]
+    rows = [*found["steps"], *found.get("peers", [])]
     ms = {(r["stem"], r["batch"], r.get("method")): r["ms"] for r in rows}
     lines = [f"{'stem':9} {'batch':>5} {'':24} {'ms/step':>8} {'views/s':>10} {'of bf16':>8} {'over BT':>8} {'GB':>6}"]
     for r in rows:
@@ -418,12 +418,11 @@ PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "peers": lambda found: [
         peer(stem, 256, lightly=lightly, workers=found["workers"]) for stem in FLOPS for lightly in (True, False)
     ],
-    "steps": lambda found: steps([(stem, 256) for stem in FLOPS]),
+    "steps": lambda found: steps([(stem, batch) for batch in (256, 1024) for stem in FLOPS]),
     "floors": lambda found: [floor(stem, 256, found["ceilings"]) for stem in FLOPS],
     "large_batch": lambda found: large_batch(found["ceilings"]),
     "augmentation": lambda found: augmentation(),
     "start_up": lambda found: start_up(),
-    "large_steps": lambda found: steps([(stem, 1024) for stem in FLOPS]),
     "probe": lambda found: probe_run(),
 }
 

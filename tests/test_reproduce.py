@@ -38,10 +38,11 @@ def test_the_faithful_study_is_the_papers_eight_cells_with_three_seeds_each():
         assert dataclasses.replace(presets[config.dataset], method=config.method, seed=config.seed) == config
 
 
-def test_the_literal_study_departs_from_the_faithful_one_by_its_warm_up_alone():
+def test_the_literal_study_departs_from_the_faithful_one_by_what_the_paper_does_not_state_alone():
     for ours, words in zip(studies.faithful().values(), studies.literal().values(), strict=True):
-        assert words.warmup_epochs == 0
-        assert dataclasses.replace(words, warmup_epochs=ours.warmup_epochs) == ours
+        assert (words.warmup_epochs, words.schedule) == (0, "constant")
+        unstated = ("warmup_epochs", "schedule", "projector_width", "projector_norm", "gamma", "augment")
+        assert dataclasses.replace(words, **{name: getattr(ours, name) for name in unstated}) == ours
 
 
 def test_the_alpha_study_varies_the_weight_and_nothing_else():
