@@ -60,7 +60,7 @@ def extract(
     place = next(encoder.parameters(), torch.empty(0)).device
     bf16 = precision == "bf16" or (precision == "auto" and place.type == "cuda")
     hs, zs = [], []
-    with _eval_mode(nets), torch.autocast(place.type, dtype=torch.bfloat16, enabled=bf16):
+    with _eval_mode(nets), _no_search(), torch.autocast(place.type, dtype=torch.bfloat16, enabled=bf16):
         for batch in images.split(batch_size):
             x = prepare(batch.to(place, non_blocking=True), size=size, mean=mean, std=std)
             hs.append(encoder(x))
@@ -99,6 +99,17 @@ def readable(images: Images) -> Tensor:
     for bad in distributed.from_all(dict(images.bad)):
         images.bad.update(bad)
     return images.places()
+
+
+@contextmanager
+def _no_search() -> Iterator[None]:
+    """cuDNN takes a convolution known to be good: searching for the best takes longer than a pass over the images."""
+    searches = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = searches
 
 
 @contextmanager

@@ -19,7 +19,8 @@ if torch.cuda.is_available() and find_spec("triton"):
 OPTIONS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
 
 _streams: dict[int, torch.cuda.Stream] = {}
-_update: list[Callable[[int, Tensor, Tensor], bool]] = []  # of the step whose backward pass is under way
+# Of the step whose backward pass is under way: takes a weight's number and gradient, gives the gradient in float32.
+_update: list[Callable[[int, Tensor], Tensor | None]] = []
 
 
 def second_stream() -> torch.cuda.Stream:
@@ -37,15 +38,15 @@ def weight_gradient(
     here, beside = torch.cuda.current_stream(), second_stream()
     beside.wait_stream(here)
     with torch.cuda.stream(beside):
-        found = torch.empty_like(weight, dtype=torch.float32)
         if _of_pixels(x, weight, stride, padding):
             low = stem.weight_gradient(grad, x, weight.shape[2], stride[0], padding[0])
         else:
             low = _gradients(grad, x, weight, stride, padding, [False, True, False])[1]
         # In float32 `weight` is the weight itself, which the rest of the backward pass still reads.
-        updated = weight.dtype != torch.float32 and any(update(number, low, found) for update in _update)
-        if not updated:
-            found.copy_(low)
+        found = _update[0](number, low) if _update and weight.dtype != torch.float32 else None
+        updated = found is not None
+        if found is None:
+            found = torch.empty_like(weight, dtype=torch.float32).copy_(low)
     for tensor in (grad, x):
         tensor.record_stream(beside)  # its memory may not be given to others before
     found.record_stream(here)
@@ -115,30 +116,29 @@ def beside(net: nn.Module) -> list[Tensor]:
 
 def backward_and_step(loss: Tensor, optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> None:
     """loss.backward() and Adam's step, the weights above updated as soon as their gradients are there."""
-    updated: list[Tensor] = []
+    updated: dict[Tensor, Tensor] = {}  # and their gradients
     group, states = optimizer.param_groups[0], optimizer.state
 
-    def update(weight: Tensor, grad: Tensor, found: Tensor) -> bool:
-        if states.get(weight):  # Adam's first step makes it
-            adam.update(weight, grad, found=found, state=states[weight], group=group)
-            updated.append(weight)
-        return weight in states
+    def update(weight: Tensor, grad: Tensor) -> Tensor | None:
+        if not states.get(weight):  # Adam's first step makes it
+            return None
+        updated[weight] = torch.empty_like(weight)
+        adam.update(weight, grad, found=updated[weight], state=states[weight], group=group)
+        return updated[weight]
 
-    _update.append(lambda number, grad, found: update(weights[number], grad, found))
+    _update.append(lambda number, grad: update(weights[number], grad))
     try:
         loss.backward()
     finally:
         _update.clear()
     torch.cuda.current_stream().wait_stream(second_stream())
-    done = {id(weight) for weight in updated}
     for weight in group["params"]:
-        if weight.grad is not None and id(weight) not in done and weight.numel() >= adam.MANY:
-            update(weight, weight.grad, weight.grad)
-    gradients = [weight.grad for weight in updated]
+        if weight.grad is not None and weight not in updated and weight.numel() >= adam.MANY:
+            update(weight, weight.grad)
     for weight in updated:
         weight.grad = None  # the optimiser passes over it
     optimizer.step()
     if updated:
         torch._foreach_add_([states[weight]["step"] for weight in updated], 1)
-    for weight, gradient in zip(updated, gradients, strict=True):
+    for weight, gradient in updated.items():
         weight.grad = gradient

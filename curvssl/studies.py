@@ -23,7 +23,7 @@ def literal() -> Study:
 
 def bare(preset: PretrainConfig) -> PretrainConfig:
     """A preset without what was chosen for it by the study `recipe`."""
-    open_settings = {"projector_width": 512, "projector_norm": False, "gamma": "median"}
+    open_settings: dict[str, Any] = {"projector_width": 512, "projector_norm": False, "gamma": "median"}
     return dataclasses.replace(preset, warmup_epochs=0.0, schedule="constant", **open_settings)
 
 
