@@ -17,6 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from curvssl import figures
 from curvssl.config import PretrainConfig
 from curvssl.evaluate import NAMES, dataset_of, features_of, probe, probe_features, spread, table
@@ -62,6 +64,8 @@ def run_study(
     After `minutes` the training under way writes a checkpoint and stops.
     """
     study, todo = study_of(name), to_do(name, results=results, only=only)
+    if torch.cuda.is_available():  # several processes may share a device, and their threads would wait for each other
+        torch.set_num_threads(2)
     if minutes is not None:
         alarm = threading.Timer(60 * minutes, os.kill, (os.getpid(), signal.SIGTERM))
         alarm.daemon = True
