@@ -15,7 +15,7 @@ from torch.library import triton_op, wrap_triton
 
 from curvssl.kernels import MEDIAN_POINTS
 
-POINTS = 1024  # a row of distances to this many points stays in one program's registers
+POINTS = MEDIAN_POINTS  # rows of distances to this many stay in one program's registers; with more, topk is faster
 WIDTH = 2048  # and so does one point of this many dimensions
 NEIGHBORS = 16
 
@@ -166,9 +166,8 @@ def _rbf(
 def _shape(n: int, d: int) -> dict[str, int]:
     """Block sizes that leave each of 256 threads 32 of the sums (rows × points × dimensions) to hold."""
     points = triton.next_power_of_2(n)
-    rows = 2 if points <= POINTS // 2 else 1
-    chunk = min(32, triton.next_power_of_2(d), max(4, 8192 // (rows * points)))
-    return {"ROWS": rows, "N": points, "D": triton.next_power_of_2(d), "CHUNK": chunk}
+    chunk = min(32, triton.next_power_of_2(d), 4096 // points)
+    return {"ROWS": 2, "N": points, "D": triton.next_power_of_2(d), "CHUNK": chunk}
 
 
 @triton_op("curvssl::select_and_score", mutates_args={})
@@ -266,8 +265,3 @@ def rbf_curvature(x: Tensor, *, k: int, width: Tensor | None) -> Tensor:
     if width is None:
         return rbf_score(x, *select_and_width(x.detach(), k))
     return rbf_score(x, select_and_score(x.detach(), k)[1], width.flatten())
-
-
-def finds_width(x: Tensor) -> bool:
-    """Whether the median heuristic looks at all these points, as `rbf_curvature` does."""
-    return x.shape[1] <= MEDIAN_POINTS

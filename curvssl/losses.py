@@ -150,7 +150,7 @@ class KernelCurvSSLLoss(CurvSSLLoss):
     def scores(self, z: Tensor) -> Tensor:
         everyone, first = among_all(z)
         in_one_kernel = self.kernel == "rbf" and self.in_one_kernel(z)
-        if in_one_kernel and self.gamma == "median" and fused.finds_width(z):
+        if in_one_kernel and self.gamma == "median":
             return fused.rbf_curvature(z, k=self.k, width=None)
         width = kernel_width(everyone, kernel=self.kernel, gamma=self.gamma)
         if in_one_kernel:

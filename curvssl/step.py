@@ -4,6 +4,7 @@ All three do the same arithmetic. What a step needs comes in as tensors (which i
 learning rate), so nothing in it waits for the host and a captured step can be replayed with new ones.
 """
 
+import hashlib
 import os
 import sys
 import types
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor, nn
 
 from curvssl import overlap
@@ -161,7 +163,8 @@ class Step:
             try:
                 graph = torch.cuda.CUDAGraph()
                 self.optimizer.zero_grad()
-                with torch.cuda.graph(graph):
+                # What the rest of the step waits for goes before what runs beside it.
+                with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1)):
                     self._plain(*self._static)
                 self._graph = graph
             except RuntimeError as error:
@@ -198,8 +201,13 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_compile_cache() -> None:
-    """What was compiled once is found again by the next run."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "curvssl" / "compiled"))
+    """What was compiled once is found again by the next run of the same code: torch does not see that the gradient of
+    an operation was rewritten."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "curvssl" / "compiled" / digest[:16]))
+    # Ours are functions of their inputs; without this a network that has them is traced anew by every process.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 
 
 def make_optimizer(

@@ -50,8 +50,9 @@ def gpu() -> str:
         share = f"{views * FLOPS[r['stem']] / top / 1e12:.1%}"
         over = f"{r['ms'] / base[key] - 1:+.1%}" if "method" in r else f"{r['ms'] / ours[key]:.1f}× our CurvSSL step"
         name = r.get("method") or f"Barlow Twins, {r['peer']}, {r['workers']} workers"
-        rows.append([STEMS[r["stem"]], str(r["batch"]), name, f"{r['ms']:.2f}", f"{views:,.0f}", share, over])
-    header = ("stem", "batch", "method", "ms a step", "views/s", "of the bf16 ceiling", "over Barlow Twins")
+        room = f"{r['peak_GB']:.1f} GB" if "peak_GB" in r else ""
+        rows.append([STEMS[r["stem"]], str(r["batch"]), name, f"{r['ms']:.2f}", f"{views:,.0f}", share, over, room])
+    header = ("stem", "batch", "method", "ms a step", "views/s", "of the bf16 ceiling", "over Barlow Twins", "memory")
     return markdown(header, rows, "gpu.json")
 
 
@@ -70,9 +71,9 @@ def speed() -> str:
 
 
 def gpu_rest() -> str:
-    """The ceilings, the augmentation, and the loss alone on a huge batch."""
+    """The ceilings, the augmentation, the loss alone on a huge batch, the probes and the start of a run."""
     found = read("gpu.json")
-    top, a, big = found["ceilings"], found["augmentation"], found["large_batch"]
+    top, a, big, start = (found[part] for part in ("ceilings", "augmentation", "large_batch", "start_up"))
     rows = [
         ["bf16 matrix product, 8192³", f"{top['bf16_TFLOP_per_s']:.0f} TFLOP/s"],
         ["fp32 matrix product, 8192³", f"{top['fp32_TFLOP_per_s']:.0f} TFLOP/s"],
@@ -86,6 +87,9 @@ def gpu_rest() -> str:
         ["its neighbour search, one view", f"{big['search_ms']:.0f} ms, {big['search_TFLOP_per_s']:.0f} TFLOP/s"],
         ["the search's matrix products alone", f"{big['products_alone_ms']:.0f} ms"],
         ["the search, of the fp32 product's rate", f"{big['share_of_fp32_ceiling']:.0%}"],
+        ["features and three probes of a CIFAR-10 run", f"{found['probe']['seconds']:.1f} s"],
+        ["to the first step, nothing compiled before", f"{start['cold_first_step_s']:.0f} s"],
+        ["the same with what that left in the cache", f"{start['warm_first_step_s']:.0f} s"],
     ]
     return markdown(("", "measured"), rows, "gpu.json")
 
@@ -128,10 +132,22 @@ def gpu_profile() -> str:
     return markdown(("stem", "part of a step", "time", "kernels"), rows, "gpu-notes.json")
 
 
+def gpu_kernels() -> str:
+    """Hand-written kernels alone, and how fast they move what they must."""
+    rows = [
+        [r["kernel"], r["shape"], f"{r['us']:.1f} µs", f"{r['TB_per_s']:.2f} TB/s" if "TB_per_s" in r else ""]
+        for r in read("gpu-notes.json")["kernels"]
+    ]
+    return markdown(("kernel", "shape, bf16", "time", "bytes that must move"), rows, "gpu-notes.json")
+
+
 def gpu_experiments() -> str:
     found = read("gpu-experiments.json")
-    rows = [[str(r["run"]), STEMS[r["stem"]], r["method"], r["what"], f"{r['ms']:.3f}"] for r in found["rows"]]
-    return markdown(("run", "stem", "method", "variant, b = 256", "ms a step"), rows, "gpu-experiments.json")
+    rows = [
+        [f"{r['run']}, {found['runs'][str(r['run'])][:7]}", STEMS[r["stem"]], r["method"], r["what"], f"{r['ms']:.3f}"]
+        for r in found["rows"]
+    ]
+    return markdown(("run, commit", "stem", "method", "variant, b = 256", "ms a step"), rows, "gpu-experiments.json")
 
 
 def page() -> str:
@@ -229,6 +245,7 @@ MADE = (
     gpu_floors,
     gpu_sharing,
     gpu_profile,
+    gpu_kernels,
     gpu_experiments,
     losses,
     page,
