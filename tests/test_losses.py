@@ -115,6 +115,18 @@ def test_forward_is_the_weighted_sum_of_the_terms(name: str) -> None:
     torch.testing.assert_close(loss(z0, z1), loss.weigh(terms))
 
 
+@every_loss
+def test_parts_have_their_own_terms_and_add_up_to_the_loss(name: str) -> None:
+    loss = LOSSES[name]()
+    z0, z1 = views()
+    parts = [loss.terms(z0, z1, part=i) for i in range(len(loss.parts()))]
+    terms = loss.terms(z0, z1)
+    assert [key for part in parts for key in part] == list(terms)
+    others = dict.fromkeys(terms, 0.0)
+    torch.testing.assert_close(sum(loss.weigh(others | part) for part in parts), loss(z0, z1))
+    assert float(loss.weigh({key: float(value) for key, value in terms.items()})) == pytest.approx(float(loss(z0, z1)))
+
+
 def test_terms_are_named_and_unweighted() -> None:
     z0, z1 = views()
     weighted = CurvSSLLoss(k=K, lambda_emb=7, lambda_curv=8, alpha_curv=9).terms(z0, z1)
