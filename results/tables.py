@@ -132,6 +132,15 @@ def gpu_profile() -> str:
     return markdown(("stem", "part of a step", "time", "kernels"), rows, "gpu-notes.json")
 
 
+def probe_notes() -> str:
+    """The hidden-layer probe's open settings, on held-out training images."""
+    rows = [
+        [str(r["hidden"]), f"{r['weight_decay']:g}", f"{r['lr']:g}", f"{r['accuracy']:.1f}"]
+        for r in read("probe-notes.json")["rows"]
+    ]
+    return markdown(("hidden units", "weight decay", "learning rate", "held-out accuracy"), rows, "probe-notes.json")
+
+
 def gpu_kernels() -> str:
     """Hand-written kernels alone, and how fast they move what they must."""
     rows = [
@@ -246,6 +255,7 @@ MADE = (
     gpu_sharing,
     gpu_profile,
     gpu_kernels,
+    probe_notes,
     gpu_experiments,
     losses,
     page,
