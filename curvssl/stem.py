@@ -1,6 +1,6 @@
-"""The first convolution of a ResNet, from pixels, as hand-written GPU kernels: its outputs and its weight gradient.
+"""A ResNet's first layers as hand-written GPU kernels: the convolution from pixels, and the max-pool.
 
-torch.nn.functional.conv2d is the meaning of every line here, and the tests hold the two against each other. With few
+torch.nn.functional is the meaning of every line here, and the tests hold the two against each other. With few
 channels a convolution is a small matrix product of patches and weights, and most of its time should go into writing or
 reading the 64 outputs of each pixel. In channels_last a row of a patch is one run of size · channels numbers. To be
 read V at a time it begins at a multiple of V, SKIP numbers early, and is RUN long; what is too much has no weight.
@@ -162,3 +162,94 @@ def weight_gradient(dy: Tensor, x: Tensor, size: int, stride: int, padding: int)
     grid, shape = _launch(GRADIENT, x, dy, size, stride, padding)
     wrap_triton(_weight_gradient)[grid](x, dy, out, len(x), SUMS=SUMS, **shape)
     return out.sum(0).permute(0, 3, 1, 2)
+
+
+# ---- max-pool, 3×3, stride 2, padding 1 ----
+
+
+@triton.jit
+def _pool(x_ptr, y_ptr, code_ptr, outputs, h, w, c, PIXELS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The largest of each window, and which of its nine places it was in, row by row; the first one of equals."""
+    pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
+    cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row, col = pixel // (w // 2) % (h // 2) * 2 - 1, pixel % (w // 2) * 2 - 1
+    image = pixel // ((h // 2) * (w // 2))
+    inside = (pixel < outputs)[:, None] & (cols < c)[None, :]
+    best = tl.full((PIXELS, COLUMNS), float("-inf"), tl.float32)
+    code = tl.full((PIXELS, COLUMNS), 4, tl.int8)
+    for place in tl.static_range(9):
+        y, x = row + place // 3, col + place % 3
+        live = inside & ((y >= 0) & (x >= 0))[:, None]  # h and w are even, so a window ends inside
+        there = ((image * h + y) * w + x)[:, None] * c + cols[None, :]
+        value = tl.load(x_ptr + there, live, other=float("-inf")).to(tl.float32)
+        better = (value > best) | (value != value)
+        best = tl.where(better, value, best)
+        code = tl.where(better, place, code).to(tl.int8)
+    there = pixel[:, None] * c + cols[None, :]
+    tl.store(y_ptr + there, best, inside)
+    tl.store(code_ptr + there, code, inside)
+
+
+@triton.jit
+def _taken(dy_ptr, code_ptr, there, live, PLACE: tl.constexpr):
+    """The gradient of windows that took what is in one of their nine places."""
+    code = tl.load(code_ptr + there, live, other=-1)
+    return tl.where(code == PLACE, tl.load(dy_ptr + there, live, other=0.0).to(tl.float32), 0.0)
+
+
+@triton.jit
+def _pool_gradient(dy_ptr, code_ptr, dx_ptr, outputs, h, w, c, PIXELS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Window (i, j) has pixel (2i, 2j) in its middle. Of the four pixels from there on, one is in one window, two are
+    in two, and (2i+1, 2j+1) is in four."""
+    pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
+    cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    i, j = pixel // (w // 2) % (h // 2), pixel % (w // 2)
+    image = pixel // ((h // 2) * (w // 2))
+    here = (pixel < outputs)[:, None] & (cols < c)[None, :]
+    right, below = here & (j + 1 < w // 2)[:, None], here & (i + 1 < h // 2)[:, None]
+    at = pixel[:, None] * c + cols[None, :]
+    at_right, at_below = at + c, at + (w // 2) * c
+    out = ((image * h + 2 * i) * w + 2 * j)[:, None] * c + cols[None, :]
+    tl.store(dx_ptr + out, _taken(dy_ptr, code_ptr, at, here, 4), here)
+    two = _taken(dy_ptr, code_ptr, at, here, 5) + _taken(dy_ptr, code_ptr, at_right, right, 3)
+    tl.store(dx_ptr + out + c, two, here)
+    two = _taken(dy_ptr, code_ptr, at, here, 7) + _taken(dy_ptr, code_ptr, at_below, below, 1)
+    tl.store(dx_ptr + out + w * c, two, here)
+    four = _taken(dy_ptr, code_ptr, at, here, 8) + _taken(dy_ptr, code_ptr, at_right, right, 6)
+    four += _taken(dy_ptr, code_ptr, at_below, below, 2)
+    four += _taken(dy_ptr, code_ptr, at_below + c, right & below, 0)
+    tl.store(dx_ptr + out + w * c + c, four, here)
+
+
+@triton_op("curvssl::pool", mutates_args={})
+def pool(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Max-pool of (n, C, H, W) with even H and W, and where each maximum was."""
+    x = x.contiguous(memory_format=torch.channels_last)
+    n, c, h, w = x.shape
+    y = torch.empty((n, c, h // 2, w // 2), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    code = torch.empty_like(y, dtype=torch.int8)
+    outputs = n * (h // 2) * (w // 2)
+    grid = (triton.cdiv(outputs, 32), triton.cdiv(c, OUTPUTS))
+    wrap_triton(_pool)[grid](x, y, code, outputs, h, w, c, PIXELS=32, COLUMNS=OUTPUTS, num_warps=4)
+    return y, code
+
+
+@triton_op("curvssl::pool_gradient", mutates_args={})
+def pool_gradient(dy: Tensor, code: Tensor) -> Tensor:
+    dy = dy.contiguous(memory_format=torch.channels_last)
+    n, c, h, w = dy.shape
+    dx = torch.empty((n, c, 2 * h, 2 * w), dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
+    grid = (triton.cdiv(n * h * w, 32), triton.cdiv(c, OUTPUTS))
+    wrap_triton(_pool_gradient)[grid](dy, code, dx, n * h * w, 2 * h, 2 * w, c, PIXELS=32, COLUMNS=OUTPUTS, num_warps=4)
+    return dx
+
+
+def _keep_code(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(output[1])
+
+
+def _pool_backward(ctx: Any, dy: Tensor, _: Tensor) -> Tensor:
+    return pool_gradient(dy, ctx.saved_tensors[0])
+
+
+pool.register_autograd(_pool_backward, setup_context=_keep_code)

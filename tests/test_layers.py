@@ -15,8 +15,8 @@ SHAPES = [(6, 70, 5, 5), (4, 32, 8, 6), (8, 512, 1, 1)]
 
 COMPARE = """
 import test_layers
-from curvssl import layers
-layers.PROGRAMS = 4  # so that a program adds up several tiles, of which some may lie behind the end
+from curvssl import norm
+norm.PROGRAMS = 4  # so that a program adds up several tiles, of which some may lie behind the end
 for shape in test_layers.SHAPES:
     test_layers.compare_norm(shape, device="cpu")
 test_layers.compare_pool((2, 5, 8, 6), device="cpu")
@@ -38,7 +38,7 @@ def channels_last(*shape: int, device: str, seed: int = 0) -> Tensor:
 
 def compare_norm(shape: tuple[int, int, int, int], *, device: str) -> None:
     """Outputs, gradients and running statistics in float32 against torch's in float64, one view at a time."""
-    from curvssl import layers
+    from curvssl.norm import norm
 
     kinds = ((False, False), (False, True), (True, True))
     for (residual, relu), fork in itertools.product(kinds, (False, True)):
@@ -49,7 +49,7 @@ def compare_norm(shape: tuple[int, int, int, int], *, device: str) -> None:
         x = (channels_last(*shape, device=device) * 2 + 5).requires_grad_()
         r = (channels_last(*shape, device=device, seed=1) * 0.5).requires_grad_()
         exact, exact_r = (t.detach().double().requires_grad_() for t in (x, r))
-        y = layers.norm(ours, x, residual=r if residual else None, relu=relu, fork=fork)
+        y = norm(ours, x, residual=r if residual else None, relu=relu, fork=fork)
         expected = torch.cat([oracle(view) for view in exact.chunk(2)])
         expected = expected + exact_r if residual else expected
         expected = F.relu(expected) if relu else expected
@@ -71,12 +71,12 @@ def compare_norm(shape: tuple[int, int, int, int], *, device: str) -> None:
 
 def compare_pool(shape: tuple[int, int, int, int], *, device: str) -> None:
     """Values rounded to halves, so that many are equal: the same one of equals gets the gradient."""
-    from curvssl import layers
+    from curvssl.stem import pool
 
     x = ((channels_last(*shape, device=device) * 2).round() / 2).requires_grad_()
     expected = F.max_pool2d(x, 3, 2, 1)
     g = torch.randn_like(expected)
-    y = layers.pool(x)[0]
+    y = pool(x)[0]
     assert y.equal(expected)
     torch.testing.assert_close(torch.autograd.grad(y, x, g), torch.autograd.grad(expected, x, g))
 
