@@ -5,6 +5,7 @@ import dataclasses
 import signal
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,8 +28,10 @@ def small_net() -> Net:
     return make_net(encoder="resnet-mini", stem="small", **shape)
 
 
-def make_step(method: str, mode: str, device: torch.device, *, optimizer: str = "adam", bf16: bool = False) -> Step:
-    net = small_net().to(device)
+def make_step(
+    method: str, mode: str, device: torch.device, *, optimizer: str = "adam", bf16: bool = False, net: Any = None
+) -> Step:
+    net = (net or small_net()).to(device)
     data = load("digits")
     settings = {"lr": 1e-3, "weight_decay": 1e-4, "momentum": 0.9, "device": device, "mode": mode}
     return Step(
@@ -131,11 +134,13 @@ def test_what_cannot_be_compiled_goes_on_eagerly_with_one_line(capfd: pytest.Cap
 
 @pytest.mark.filterwarnings("default")
 def test_the_second_step_of_a_process_is_compiled_even_if_a_function_may_be_compiled_only_once():
-    eager = make_step("curvssl", "eager", torch.device("cpu"))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 16))  # soon compiled
+    nets = [copy.deepcopy(plain) for _ in range(3)]
+    eager = make_step("vicreg", "eager", torch.device("cpu"), net=nets.pop())
     take(eager, 1)
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
-        for _ in range(2):
-            step = make_step("curvssl", "compiled", torch.device("cpu"))
+        for step in [make_step("vicreg", "compiled", torch.device("cpu"), net=net) for net in nets]:
             take(step, 1)
             assert step.mode == "compiled"
             assert step.means() == pytest.approx(eager.means(), rel=1e-4)
