@@ -103,7 +103,7 @@ def readable(images: Images) -> Tensor:
 
 @contextmanager
 def _no_search() -> Iterator[None]:
-    """cuDNN takes a convolution known to be good: searching for the best takes longer than a pass over the images."""
+    """Without the search for the fastest convolutions that training turns on: here each shape is met for a moment."""
     searches = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = False
     try:

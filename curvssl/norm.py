@@ -24,6 +24,13 @@ PROGRAMS = 528  # four for each of 132 multiprocessors: a sum over pixels is spr
 
 
 @triton.jit
+def _channels(c, COLUMNS: tl.constexpr):
+    """A program's view and channels, and which of these there are."""
+    cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    return tl.program_id(2), cols, cols < c
+
+
+@triton.jit
 def _moments(x_ptr, sum_ptr, cols, inside, view, rows, c):
     """Mean and variance of some channels of one view."""
     first = tl.load(x_ptr + view * rows * c + cols, inside, other=0.0).to(tl.float32)
@@ -59,9 +66,7 @@ def _sums(
     TILES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Σ (x − x₀) and Σ (x − x₀)² of one view, added to (view, 2, c)."""
-    view = tl.program_id(2)
-    cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = cols < c
+    view, cols, inside = _channels(c, COLUMNS)
     first = tl.load(x_ptr + view * rows * c + cols, inside, other=0.0).to(tl.float32)
     once = tl.zeros((FOLD, COLUMNS), tl.float32)
     twice = tl.zeros((FOLD, COLUMNS), tl.float32)
@@ -80,9 +85,7 @@ def _forward(
     EPS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """y = relu(γ (x − μ) / √(σ² + ε) + β + residual)."""
-    view = tl.program_id(2)
-    cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = cols < c
+    view, cols, inside = _channels(c, COLUMNS)
     live, there = _tile(tl.program_id(0), view, cols, inside, rows, c, ROWS)
     mean, variance = _moments(x_ptr, sum_ptr, cols, inside, view, rows, c)
     scale = tl.load(weight_ptr + cols, inside, other=0.0) / tl.sqrt(variance + EPS)
@@ -102,9 +105,7 @@ def _gradient_sums(
     TILES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Σ ∂ and Σ ∂ x̂ of one view, where ∂ is what the ReLU lets pass of ∂y (and more); the residual's gradient too."""
-    view = tl.program_id(2)
-    cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = cols < c
+    view, cols, inside = _channels(c, COLUMNS)
     mean, variance = _moments(x_ptr, sum_ptr, cols, inside, view, rows, c)
     inverse = 1 / tl.sqrt(variance + EPS)
     weight = tl.load(weight_ptr + cols, inside, other=0.0)
@@ -135,9 +136,7 @@ def _backward(
     EPS: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """∂x = γ / √(σ² + ε) · (∂ − ⟨∂⟩ − x̂ ⟨∂ x̂⟩), the averages over the view's pixels."""
-    view = tl.program_id(2)
-    cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = cols < c
+    view, cols, inside = _channels(c, COLUMNS)
     live, there = _tile(tl.program_id(0), view, cols, inside, rows, c, ROWS)
     mean, variance = _moments(x_ptr, sum_ptr, cols, inside, view, rows, c)
     inverse = 1 / tl.sqrt(variance + EPS)

@@ -2,7 +2,7 @@
 
 Nobody waits for a layer's weight gradient but the optimiser, and nobody for the optimiser but the next step; meanwhile
 small layers leave most of a GPU idle. A compiled step runs on one stream, so the second is opened inside an operation
-that the compiler does not look into.
+that the compiler does not look into. (step.py puts parts of the loss there too.)
 """
 
 from collections.abc import Callable

@@ -21,10 +21,12 @@ def read(name: str) -> Any:
     return json.loads((HERE / name).read_text())
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], source: str, where: str = "") -> str:
+def markdown(
+    header: Sequence[str], rows: Sequence[Sequence[str]], source: str, where: str = "", *, key: str = "provenance"
+) -> str:
     """A table and, below it, where its numbers come from: what the JSON says of itself, unless it is given."""
     if not where:
-        made = read(source)["provenance"]
+        made = read(source)[key]
         where = f"{made['device']}, torch {made['versions']['torch']}, commit {made['commit']}, {made['created'][:10]}"
     lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
     return "\n".join([*lines, "", f"<sub>results/{source}: {where}</sub>", ""])
@@ -147,13 +149,15 @@ def gpu_kernels() -> str:
         [r["kernel"], r["shape"], f"{r['us']:.1f} µs", f"{r['TB_per_s']:.2f} TB/s" if "TB_per_s" in r else ""]
         for r in read("gpu-notes.json")["kernels"]
     ]
-    return markdown(("kernel", "shape, bf16", "time", "bytes that must move"), rows, "gpu-notes.json")
+    header = ("kernel", "shape, bf16", "time", "bytes that must move")
+    return markdown(header, rows, "gpu-notes.json", key="kernels_provenance")
 
 
 def gpu_experiments() -> str:
     found = read("gpu-experiments.json")
+    commits = {int(run): made["commit"][:7] for run, made in found["runs"].items()}
     rows = [
-        [f"{r['run']}, {found['runs'][str(r['run'])][:7]}", STEMS[r["stem"]], r["method"], r["what"], f"{r['ms']:.3f}"]
+        [f"{r['run']}, {commits[r['run']]}", STEMS[r["stem"]], r["method"], r["what"], f"{r['ms']:.3f}"]
         for r in found["rows"]
     ]
     return markdown(("run, commit", "stem", "method", "variant, b = 256", "ms a step"), rows, "gpu-experiments.json")
@@ -240,7 +244,8 @@ def of_study(name: str) -> Callable[[], str]:
         from_ = [cell["provenance"] for cell in cells.values()]
         devices, commits = (", ".join(sorted({str(p[key]) for p in from_})) for key in ("device", "commit"))
         minutes = sum(cell["seconds_with_probes"] for cell in cells.values()) / 60
-        where = f"{len(cells)} cells, {minutes:.0f} minutes on {devices}, commit {commits}"
+        spent = f"{minutes:.0f} minutes of all cells together, some of which shared the device"
+        where = f"{len(cells)} cells, {spent}: {devices}, commit {commits}"
         return markdown(*study_rows(name, results=HERE), f"{name}/", where)
 
     return made
