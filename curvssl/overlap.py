@@ -114,8 +114,8 @@ def beside(net: nn.Module) -> list[Tensor]:
     return weights
 
 
-def backward_and_step(loss: Tensor, optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> None:
-    """loss.backward() and Adam's step, the weights above updated as soon as their gradients are there."""
+def backward_and_step(backward: Callable[[], None], optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> None:
+    """The backward pass and Adam's step, the weights above updated as soon as their gradients are there."""
     updated: dict[Tensor, Tensor] = {}  # and their gradients
     group, states = optimizer.param_groups[0], optimizer.state
 
@@ -128,7 +128,7 @@ def backward_and_step(loss: Tensor, optimizer: torch.optim.Optimizer, weights: l
 
     _update.append(lambda number, grad: update(weights[number], grad))
     try:
-        loss.backward()
+        backward()
     finally:
         _update.clear()
     torch.cuda.current_stream().wait_stream(second_stream())

@@ -4,10 +4,12 @@ All three do the same arithmetic. What a step needs comes in as tensors (which i
 learning rate), so nothing in it waits for the host and a captured step can be replayed with new ones.
 """
 
+import functools
 import hashlib
 import os
 import sys
 import types
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,16 @@ from torch import Tensor, nn
 
 from curvssl import overlap
 from curvssl.augment import Augment
-from curvssl.losses import Loss, Terms
+from curvssl.losses import Loss
 from curvssl.models import per_view
 
+# What makes the gradients, the terms to log, and both views' embeddings.
+Forward = tuple[Callable[[], None], Tensor, Tensor]
 WARM_STEPS = 3  # real steps taken before a capture: they compile, and they make the optimiser's state
 
 
 class Step:
-    """Call with (batch, u, lr); read `sums` (the loss and its terms, added up), `count` and `z` when you like.
+    """Call with (batch, u, lr); read `sums` (the loss's terms, added up), `count` and `z` when you like.
 
     `batch` holds row numbers of `images` (b,) if these live on the device, else uint8 images (b, C, H, W). (2, b, P)
     are the uniform numbers of the two views.
@@ -51,6 +55,7 @@ class Step:
         self.z = self.sums
         self.mode = mode
         self._loss: Callable[..., Any] = self.loss
+        self._forward: Callable[[Tensor, Tensor], Forward] = self._whole
         self._beside: list[Tensor] = []
         if mode != "eager":
             keep_compile_cache()
@@ -67,7 +72,10 @@ class Step:
             def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
                 return torch.compile(with_own_code(function), dynamic=False, options=options or None)
 
-            self._loss = self.side_by_side(compiled) if mode == "captured" else compiled(self.loss)
+            if mode == "captured":
+                self._forward = self.side_by_side(compiled)
+            else:
+                self._loss = compiled(self.loss)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._static: tuple[Tensor, Tensor] | None = None
         self._taken = 0  # steps, since this object was made
@@ -85,16 +93,17 @@ class Step:
                 raise
             reason = str(error).strip().splitlines()[0]
             print(f"this step cannot be compiled ({reason}): going on eagerly", file=sys.stderr)
-            self.mode, self._loss = "eager", self.loss
+            self.mode, self._loss, self._forward = "eager", self.loss, self._whole
             self._plain(batch, u)
         self._taken += 1
         self.count += 1
 
     def loss(self, batch: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss to differentiate, it and its terms as one vector to log, and the two views' embeddings."""
+        """The loss to differentiate, its terms as one vector to log, and the two views' embeddings."""
         z = self.embed(batch, u)
-        loss, logged = self.weigh(self.criterion.terms(*z.chunk(2)))
-        return loss, logged, z.detach()
+        terms = self.criterion.terms(*z.chunk(2))
+        self.names = tuple(terms)
+        return self.criterion.weigh(terms), torch.stack(tuple(terms.values())).detach(), z.detach()
 
     def embed(self, batch: Tensor, u: Tensor) -> Tensor:
         """The two views' embeddings, one under the other, (2b, d)."""
@@ -104,41 +113,52 @@ class Step:
             z = self.net(views.contiguous(memory_format=torch.channels_last))
         return z.to(torch.promote_types(z.dtype, torch.float32))
 
-    def weigh(self, terms: Terms) -> tuple[Tensor, Tensor]:
-        """The loss, and it and its terms as one vector to log."""
-        self.names = ("loss", *terms)
-        loss = self.criterion.weigh(terms)
-        return loss, torch.stack((loss, *terms.values())).detach()
+    def _whole(self, batch: Tensor, u: Tensor) -> Forward:
+        loss, logged, z = self._loss(batch, u)
+        return loss.backward, logged, z
 
-    def side_by_side(self, compiled: Callable[..., Any]) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-        """`loss`, compiled, all parts of the criterion but the first on the second stream, and their gradients too."""
-        embed, weigh = compiled(self.embed), compiled(self.weigh)
+    def side_by_side(self, compiled: Callable[..., Any]) -> Callable[[Tensor, Tensor], Forward]:
+        """The same, compiled in pieces: each part of the criterion goes from embeddings to its share of their gradient
+        without waiting for the others, all but the first on the second stream."""
+        count = len(self.criterion.parts())
+        names: list[tuple[str, ...]] = [()] * count
 
-        def terms_of(part: int) -> Callable[[Tensor], Terms]:
-            return compiled(lambda z: self.criterion.terms(*z.chunk(2), part=part))
+        def terms_of(part: int) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+            def terms(z: Tensor) -> tuple[Tensor, Tensor]:
+                found = self.criterion.terms(*z.chunk(2), part=part)
+                names[part] = tuple(found)
+                others: Any = float  # terms of other parts count 0: a loss is the weighted sum of its terms
+                share = self.criterion.weigh(defaultdict(others, found))
+                return share, torch.stack(tuple(found.values())).detach()
 
-        parts = [terms_of(part) for part in range(len(self.criterion.parts()))]
+            return compiled(terms)
 
-        def loss(batch: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        embed, parts = compiled(self.embed), [terms_of(part) for part in range(count)]
+
+        def forward(batch: Tensor, u: Tensor) -> Forward:
             here, beside = torch.cuda.current_stream(), overlap.second_stream()
             z = embed(batch, u)
+            gradients, logged = [z] * count, [z] * count
             beside.wait_stream(here)
-            with torch.cuda.stream(beside):
-                found = [part(z) for part in parts[1:]]
-            found.insert(0, parts[0](z))
+            for i in reversed(range(count)):
+                with torch.cuda.stream(beside if i else here):
+                    leaf = z.detach().requires_grad_()
+                    share, logged[i] = parts[i](leaf)
+                    gradients[i] = torch.autograd.grad(share, leaf)[0]
             here.wait_stream(beside)
-            loss, logged = weigh({name: value for terms in found for name, value in terms.items()})
-            return loss, logged, z.detach()  # z outlives the backward pass, which reads it on both streams
+            self.names = tuple(name for group in names for name in group)
+            gradient = functools.reduce(torch.add, gradients)
+            return lambda: z.backward(gradient), torch.cat(logged), z.detach()
 
-        return loss
+        return forward
 
     def _plain(self, batch: Tensor, u: Tensor) -> None:
         self.optimizer.zero_grad()
-        loss, logged, z = self._loss(batch, u)
+        backward, logged, z = self._forward(batch, u)
         if self._beside:
-            overlap.backward_and_step(loss, self.optimizer, self._beside)
+            overlap.backward_and_step(backward, self.optimizer, self._beside)
         else:
-            loss.backward()
+            backward()
             self.optimizer.step()
         self.z = z
         if len(self.sums) != len(logged):
@@ -177,7 +197,8 @@ class Step:
 
     def means(self) -> dict[str, float]:
         """Mean of the loss and each term over the steps since the last reset; waits for the device."""
-        return dict(zip(self.names, (self.sums / self.count).tolist(), strict=True))
+        terms: dict[str, Any] = dict(zip(self.names, (self.sums / self.count).tolist(), strict=True))
+        return {"loss": float(self.criterion.weigh(terms))} | terms
 
     def reset(self) -> None:
         self.sums.zero_()
@@ -200,8 +221,12 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_compile_cache() -> None:
-    """What was compiled once is found again by the next run of the same code: torch does not see that the gradient of
-    an operation was rewritten."""
+    """What was compiled once is found again by the next run of the same code. (torch does not see that the gradient of
+    an operation was rewritten, hence a folder for each state of the code; and hence it keeps graphs with an
+    autograd.Function only if asked to.)"""
+    import torch._functorch.config
+
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     sources = sorted(Path(__file__).parent.glob("*.py"))
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "curvssl" / "compiled" / digest[:16]))

@@ -76,7 +76,7 @@ def test_six_steps_are_those_of_backward_and_then_step(low: bool, monkeypatch: p
             with torch.autocast("cuda", torch.bfloat16, enabled=low):
                 loss = module(x).float().square().mean()
             if module is net:
-                backward_and_step(loss, ours, weights)
+                backward_and_step(loss.backward, ours, weights)
             else:
                 loss.backward()
                 usual.step()
