@@ -180,29 +180,31 @@ def status(name: str, *, results: Path) -> str:
 def study_rows(name: str, *, results: Path) -> tuple[list[str], list[list[str]]]:
     """Header and rows, cells that differ in their seed alone together: what the paper says, every probe's mean ±
     standard deviation over pretraining seeds, and the paired difference of the paper's probe (mlp) with its 95 %
-    interval, to Barlow Twins on the same data or, in a study without it, to the first row."""
+    interval, to Barlow Twins on the same data for as many epochs or, in a study without it, to the first row."""
     groups: dict[str, dict[int, dict[str, Any]]] = {}
     for cell, found in read_results(name, results=results).items():
         groups.setdefault(re.sub(r"-seed\d+", "", cell), {})[found["config"]["seed"]] = found
-    bases: dict[str, str] = {}
+    bases: dict[tuple[str, int], str] = {}
     for group, by_seed in groups.items():
         c = next(iter(by_seed.values()))["config"]
-        if c["dataset"] not in bases or (c["method"] == "barlow-twins" and "barlow" not in bases[c["dataset"]]):
-            bases[c["dataset"]] = group
+        among = c["dataset"], c["epochs"]
+        if among not in bases or (c["method"] == "barlow-twins" and "barlow" not in bases[among]):
+            bases[among] = group
     rows = []
     for group, by_seed in sorted(groups.items()):
         c = next(iter(by_seed.values()))["config"]
         dataset, method = c["dataset"], c["method"]
-        base = groups[bases[dataset]]
+        first = bases[dataset, c["epochs"]]
+        base = groups[first]
         pairs = [by_seed[s]["probes"]["mlp"]["mean"] - base[s]["probes"]["mlp"]["mean"] for s in by_seed if s in base]
         rest = group.removeprefix(f"{dataset}-{method}").replace("-", ", ").replace("alpha", "α ")
         paper = PAPER.get((dataset, method)) if name in ("faithful", "literal") else None
         accuracy = (spread([f["probes"][p]["mean"] for f in by_seed.values()]) for p in ("mlp", "linear", "knn"))
-        over = "" if group == bases[dataset] else difference(pairs)
+        over = "" if group == first else difference(pairs)
         last = [f["curves"][-1] for f in by_seed.values()]
         watched = (f"{statistics.mean(row[key] for row in last):.{digits}f}" for key, digits in WATCHED)
-        first = [f"{dataset}, {NAMES[method]}{rest}", str(len(by_seed)), f"{paper:.1f}" if paper else "–"]
-        rows.append([*first, *accuracy, over, *watched])
+        what = [f"{dataset}, {NAMES[method]}{rest}", str(len(by_seed)), f"{paper:.1f}" if paper else "–"]
+        rows.append([*what, *accuracy, over, *watched])
     over = "over Barlow Twins" if any("barlow" in base for base in bases.values()) else "over the first"
     return ["", "seeds", "paper", "mlp (the paper's)", "linear", "kNN", over, "ρ", "effective rank"], rows
 
