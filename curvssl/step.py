@@ -4,7 +4,6 @@ All three do the same arithmetic. What a step needs comes in as tensors (which i
 learning rate), so nothing in it waits for the host and a captured step can be replayed with new ones.
 """
 
-import functools
 import hashlib
 import os
 import sys
@@ -22,8 +21,8 @@ from curvssl.augment import Augment
 from curvssl.losses import Loss
 from curvssl.models import per_view
 
-# What makes the gradients, the terms to log, and both views' embeddings.
-Forward = tuple[Callable[[], None], Tensor, Tensor]
+# What makes the gradients, the terms to log of each part of the loss, and both views' embeddings.
+Forward = tuple[Callable[[], None], list[Tensor], Tensor]
 WARM_STEPS = 3  # real steps taken before a capture: they compile, and they make the optimiser's state
 
 
@@ -100,22 +99,24 @@ class Step:
 
     def loss(self, batch: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The loss to differentiate, its terms as one vector to log, and the two views' embeddings."""
-        z = self.embed(batch, u)
+        (z,) = self.embed(batch, u)
         terms = self.criterion.terms(*z.chunk(2))
         self.names = tuple(terms)
         return self.criterion.weigh(terms), torch.stack(tuple(terms.values())).detach(), z.detach()
 
-    def embed(self, batch: Tensor, u: Tensor) -> Tensor:
-        """The two views' embeddings, one under the other, (2b, d)."""
+    def embed(self, batch: Tensor, u: Tensor, *, readers: int = 1) -> tuple[Tensor, ...]:
+        """The two views' embeddings, one under the other, (2b, d); a copy for each reader, so that the compiler adds
+        their gradients up where it next touches them."""
         x = batch if self.images is None else self.images.index_select(0, batch)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             views = self.augment(torch.cat((x, x)), u.flatten(0, 1))
             z = self.net(views.contiguous(memory_format=torch.channels_last))
-        return z.to(torch.promote_types(z.dtype, torch.float32))
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        return (z, *(z.clone() for _ in range(readers - 1)))
 
     def _whole(self, batch: Tensor, u: Tensor) -> Forward:
         loss, logged, z = self._loss(batch, u)
-        return loss.backward, logged, z
+        return loss.backward, [logged], z
 
     def side_by_side(self, compiled: Callable[..., Any]) -> Callable[[Tensor, Tensor], Forward]:
         """The same, compiled in pieces: each part of the criterion goes from embeddings to its share of their gradient
@@ -137,18 +138,17 @@ class Step:
 
         def forward(batch: Tensor, u: Tensor) -> Forward:
             here, beside = torch.cuda.current_stream(), overlap.second_stream()
-            z = embed(batch, u)
-            gradients, logged = [z] * count, [z] * count
+            copies = embed(batch, u, readers=count)
+            gradients, logged = [*copies], [*copies]
             beside.wait_stream(here)
             for i in reversed(range(count)):
                 with torch.cuda.stream(beside if i else here):
-                    leaf = z.detach().requires_grad_()
-                    share, logged[i] = parts[i](leaf)
-                    gradients[i] = torch.autograd.grad(share, leaf)[0]
+                    z = copies[i].detach().requires_grad_()
+                    share, logged[i] = parts[i](z)
+                    gradients[i] = torch.autograd.grad(share, z)[0]
             here.wait_stream(beside)
             self.names = tuple(name for group in names for name in group)
-            gradient = functools.reduce(torch.add, gradients)
-            return lambda: z.backward(gradient), torch.cat(logged), z.detach()
+            return lambda: torch.autograd.backward(copies, gradients), logged, copies[0].detach()
 
         return forward
 
@@ -161,9 +161,9 @@ class Step:
             backward()
             self.optimizer.step()
         self.z = z
-        if len(self.sums) != len(logged):
-            self.sums = torch.zeros_like(logged)
-        self.sums += logged
+        if len(self.sums) != len(self.names):
+            self.sums = torch.zeros(len(self.names), dtype=logged[0].dtype, device=self.device)
+        torch._foreach_add_(list(self.sums.split([len(terms) for terms in logged])), logged)
 
     def _captured(self, batch: Tensor, u: Tensor) -> None:
         if self._static is None:
