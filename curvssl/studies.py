@@ -76,11 +76,9 @@ def recipe() -> Study:
     small = AugmentConfig(crop_scale=(0.08, 1.0))
     changed: dict[str, dict[str, Any]] = {
         "constant": {"schedule": "constant"},
-        "wide": {"projector_width": 2048},
         "narrow": {"projector_width": 256},
         "crop.05": {"augment": AugmentConfig(crop_scale=(0.05, 1.0))},
         "colour.2": {"augment": dataclasses.replace(small, brightness=0.2, contrast=0.2, saturation=0.2, hue=0.05)},
-        "colour.6": {"augment": dataclasses.replace(small, brightness=0.6, contrast=0.6, saturation=0.6, hue=0.15)},
     }
     best = longer["cosine-warm40-crop.08"]
     longer |= {f"best-{name}": best | changes for name, changes in changed.items()}
