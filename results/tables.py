@@ -143,6 +143,16 @@ def probe_notes() -> str:
     return markdown(("hidden units", "weight decay", "learning rate", "held-out accuracy"), rows, "probe-notes.json")
 
 
+def probe_augmented() -> str:
+    """The hidden-layer probe trained on features of augmented images, on held-out training images."""
+    rows = [
+        [r["what"], str(r["copies"]), str(r["epochs"]), f"{r['weight_decay']:g}", f"{r['accuracy']:.1f}"]
+        for r in read("probe-notes.json")["augmented"]
+    ]
+    header = ("features of", "sets of them", "epochs over all", "weight decay", "held-out accuracy")
+    return markdown(header, rows, "probe-notes.json", key="augmented_provenance")
+
+
 def gpu_kernels() -> str:
     """Hand-written kernels alone, and how fast they move what they must."""
     rows = [
@@ -151,6 +161,23 @@ def gpu_kernels() -> str:
     ]
     header = ("kernel", "shape, bf16", "time", "bytes that must move")
     return markdown(header, rows, "gpu-notes.json", key="kernels_provenance")
+
+
+def gpu_parts() -> str:
+    """The parts of the loss alone, and the kernels of the curvatures."""
+    found = read("gpu-notes.json")["parts"]
+    rows = [[r["what"], f"{r['us']:.1f} µs"] for r in found]
+    return markdown(("b = 256, d = 128", "time"), rows, "gpu-notes.json", key="parts_provenance")
+
+
+def gpu_start_up() -> str:
+    """Where the time to a first step goes."""
+    rows = [
+        [r["what"], *(f"{r[key]:.1f} s" for key in ("first_step_s", "import_s", "in_compiler_s"))]
+        for r in read("gpu-notes.json")["start_up"]
+    ]
+    header = ("", "first step after", "of that imports, data and network", "tracing and compiling")
+    return markdown(header, rows, "gpu-notes.json", key="start_up_provenance")
 
 
 def gpu_experiments() -> str:
@@ -260,7 +287,10 @@ MADE = (
     gpu_sharing,
     gpu_profile,
     gpu_kernels,
+    gpu_parts,
+    gpu_start_up,
     probe_notes,
+    probe_augmented,
     gpu_experiments,
     losses,
     page,

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from curvssl.config import PretrainConfig
+from curvssl.studies import STUDIES, study_of
+
 ROOT = Path(__file__).parents[1]
 RESULTS = sorted((ROOT / "results").rglob("*.json"))
 
@@ -21,3 +24,10 @@ def test_a_result_carries_its_provenance(file: Path):
     made = json.loads(file.read_text())["provenance"]
     assert {"command", "commit", "versions", "device", "created"} <= set(made)
     assert made["commit"]
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_every_cell_was_run_with_the_settings_that_its_study_gives_it(study: str):
+    asked = study_of(study)
+    for file in (ROOT / "results" / study).glob("*.json"):
+        assert PretrainConfig.from_dict(json.loads(file.read_text())["config"]) == asked[file.stem]
