@@ -90,7 +90,8 @@ def alarm(row: dict[str, Any], *, d_z: int, batch_size: int, warned: set[str]) -
         "dimensional collapse": (
             row["effective_rank"] < max(1.5, DEAD_RANK * min(d_z, batch_size)),
             f"the embeddings use {row['effective_rank']:.1f} of {d_z} dimensions: "
-            "try a longer --warmup-epochs, a higher --lambda-emb (or --covariance), or a larger --batch-size",
+            "try a longer --warmup-epochs, --lambda-emb nearer to 1/d_z (or a higher --covariance), or a larger "
+            "--batch-size",
         ),
     }
     for name, (seen, advice) in signs.items():

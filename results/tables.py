@@ -153,6 +153,24 @@ def probe_augmented() -> str:
     return markdown(header, rows, "probe-notes.json", key="augmented_provenance")
 
 
+def trap() -> str:
+    """Cells that ended with a low rank: what C's diagonal is, and what it would best be at that rank."""
+    rows = []
+    for file in sorted([*HERE.glob("recipe/*.json"), *HERE.glob("literal/*.json")]):
+        found = json.loads(file.read_text())
+        c, last = found["config"], found["curves"][-1]
+        if last["effective_rank"] > 10 or "invariance" not in last or c["method"] == "vicreg":
+            continue
+        d, rank = c["d_z"], last["effective_rank"]
+        best, seen = rank / (rank + c["lambda_emb"] * (d - rank)), 1 - (last["invariance"] / d) ** 0.5
+        cell = f"{file.parent.name}: {file.stem}"
+        rows.append(
+            [cell, f"{rank:.1f}", f"{best:.3f}", f"{seen:.3f}", f"{last['invariance'] + last['redundancy']:.0f}"]
+        )
+    header = ("cell", "effective rank r", "r / (r + λ(d − r))", "C's diagonal", "L_emb")
+    return markdown(header, rows, "recipe/, literal/", "the last epoch's means; commits in their tables")
+
+
 def gpu_kernels() -> str:
     """Hand-written kernels alone, and how fast they move what they must."""
     rows = [
@@ -289,6 +307,7 @@ MADE = (
     gpu_kernels,
     gpu_parts,
     gpu_start_up,
+    trap,
     probe_notes,
     probe_augmented,
     gpu_experiments,
