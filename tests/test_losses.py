@@ -348,3 +348,21 @@ def test_loss_with_gradient_is_captured_in_a_cuda_graph(name: str) -> None:
     torch.testing.assert_close(captured, expected, rtol=1e-4, atol=1e-4)
     double = value_and_gradients(loss, z0.double().cpu(), z1.double().cpu())
     torch.testing.assert_close(captured[0].double().cpu(), double[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.05])
+def test_of_d_features_in_r_dimensions_the_views_agree_best_by_r_over_r_plus_lambda_d_minus_r(weight: float) -> None:
+    """The trap of docs/reproduction.md, built exactly: r orthogonal signals, each seen by d/r features."""
+    b, d, r = 64, 24, 3
+    noise = torch.randn(b, 2 * r, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    signals = torch.linalg.qr(noise - noise.mean(0))[0]  # of mean 0, orthogonal
+    loss = BarlowTwinsLoss(lambda_emb=weight, eps=0.0)
+
+    def at(c: float) -> float:
+        """The loss if the second view's signals correlate with the first's by c."""
+        other = c * signals[:, :r] + (1 - c**2) ** 0.5 * signals[:, r:]
+        return float(loss(signals[:, :r].repeat(1, d // r), other.repeat(1, d // r)))
+
+    best = r / (r + weight * (d - r))
+    assert at(best) < min(at(best - 1e-3), at(best + 1e-3))
+    assert at(best) == pytest.approx(d * (1 - best))
