@@ -32,11 +32,11 @@ def bare(preset: PretrainConfig) -> PretrainConfig:
 def alpha() -> Study:
     """A first look at the term: α_curv on CIFAR-10 at 100 epochs, paired over two seeds; α = 0 is Barlow Twins.
 
-    The warm-up keeps its epochs, half of so short a run: a shorter one leads into the trap."""
-    short = dataclasses.replace(paper_cifar10(), epochs=100)
-    found = cells(short, methods=("barlow-twins",), seeds=SEEDS[:2])
+    The warm-up keeps its epochs, half of so short a run: ten would lead into the trap."""
+    base = dataclasses.replace(paper_cifar10(), epochs=100)
+    found = cells(base, methods=("barlow-twins",), seeds=SEEDS[:2])
     for weight in (1.0, 10.0, 100.0):
-        weighed = dataclasses.replace(short, alpha_curv=weight)
+        weighed = dataclasses.replace(base, alpha_curv=weight)
         curved = cells(weighed, methods=("curvssl", "kernel-curvssl"), seeds=SEEDS[:2])
         found |= {f"{name}-alpha{weight:g}": config for name, config in curved.items()}
     return found
@@ -45,72 +45,72 @@ def alpha() -> Study:
 def recipe() -> Study:
     """What the paper leaves open, judged on held-out training images: on CIFAR-10 a change at a time at 50 epochs, what
     looked worth it at 200, and changes to the best of that; on MNIST the crop."""
-    base = dataclasses.replace(bare(paper_cifar10()), epochs=50, warmup_epochs=10, holdout=0.1, augment=AugmentConfig())
-    cosine = dataclasses.replace(base, schedule="cosine")
-    strong = AugmentConfig(brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2)
-    variants: dict[str, dict[str, Any]] = {
-        "cosine": {},
-        "cosine-norm": {"projector_norm": True},
-        "cosine-wide": {"projector_width": 2048},
-        "cosine-wide-norm": {"projector_width": 2048, "projector_norm": True},
-        "cosine-crop.08": {"augment": AugmentConfig(crop_scale=(0.08, 1.0))},
-        "cosine-crop.4": {"augment": AugmentConfig(crop_scale=(0.4, 1.0))},
-        "cosine-colour.8": {"augment": strong},
-        "cosine-blur": {"augment": AugmentConfig(blur=0.5)},
-        "cosine-warm20": {"warmup_epochs": 20},
-    }
-    twins = dataclasses.replace(base, method="barlow-twins")
-    found = {"cifar10-barlow-twins-constant": twins}
-    for name, changes in variants.items():
-        found[f"cifar10-barlow-twins-{name}"] = dataclasses.replace(cosine, method="barlow-twins", **changes)
+    start = dataclasses.replace(bare(paper_cifar10()), epochs=50, warmup_epochs=10, schedule="cosine", holdout=0.1)
+    found: Study = {}
+
+    def add(method: str, name: str, base: PretrainConfig = start, **changes: Any) -> PretrainConfig:
+        cell = f"{base.dataset}-{method}-{name}"
+        found[cell] = dataclasses.replace(base, method=method, **changes)
+        return found[cell]
+
+    def twins(name: str, **changes: Any) -> PretrainConfig:
+        return add("barlow-twins", name, **changes)
+
+    twins("constant", schedule="constant")
+    twins("cosine")
+    twins("cosine-norm", projector_norm=True)
+    twins("cosine-wide", projector_width=2048)
+    twins("cosine-wide-norm", projector_width=2048, projector_norm=True)
+    twins("cosine-crop.08", augment=views(crop=0.08))
+    twins("cosine-crop.4", augment=views(crop=0.4))
+    twins("cosine-colour.8", augment=views(colour=0.8))
+    twins("cosine-blur", augment=views(blur=0.5))
+    twins("cosine-warm20", warmup_epochs=20)
     for gamma in ("median", "scale", "auto"):
-        found[f"cifar10-kernel-curvssl-cosine-{gamma}"] = dataclasses.replace(
-            cosine, method="kernel-curvssl", gamma=gamma
-        )
-    for name in ("cosine", "cosine-wide"):
-        found[f"cifar10-vicreg-{name}"] = dataclasses.replace(cosine, method="vicreg", **variants[name])
-    longer: dict[str, dict[str, Any]] = {
-        "constant": {"schedule": "constant"},
-        "cosine": {},
-        "cosine-warm40": {"warmup_epochs": 40},
-        "cosine-warm40-wide": {"warmup_epochs": 40, "projector_width": 2048},
-        "cosine-warm40-crop.08": {"warmup_epochs": 40} | variants["cosine-crop.08"],
-        "cosine-warm40-colour.8": {"warmup_epochs": 40} | variants["cosine-colour.8"],
-    }
-    small = AugmentConfig(crop_scale=(0.08, 1.0))
-    changed: dict[str, dict[str, Any]] = {
-        "constant": {"schedule": "constant"},
-        "narrow": {"projector_width": 256},
-        "crop.05": {"augment": AugmentConfig(crop_scale=(0.05, 1.0))},
-        "colour.2": {"augment": dataclasses.replace(small, brightness=0.2, contrast=0.2, saturation=0.2, hue=0.05)},
-    }
-    best = longer["cosine-warm40-crop.08"]
-    longer |= {f"best-{name}": best | changes for name, changes in changed.items()}
-    slow = best | {"schedule": "constant", "warmup_epochs": 80}
-    for strength in (0.4, 0.6, 0.8):
-        factors: dict[str, Any] = dict.fromkeys(("brightness", "contrast", "saturation"), strength)
-        augment = dataclasses.replace(small, **factors, hue=strength / 4)
-        longer[f"best-constant-warm80-colour{strength:g}".replace("0.", ".")] = slow | {"augment": augment}
-    for name, changes in longer.items():
-        config = dataclasses.replace(cosine, method="barlow-twins", epochs=200, **changes)
-        found[f"cifar10-barlow-twins-200-{name}"] = config
-    found["cifar10-vicreg-200-best-constant"] = dataclasses.replace(
-        cosine, method="vicreg", epochs=200, **best | {"schedule": "constant"}
-    )
+        add("kernel-curvssl", f"cosine-{gamma}", gamma=gamma)
+    add("vicreg", "cosine")
+    add("vicreg", "cosine-wide", projector_width=2048)
+
+    twins("200-constant", epochs=200, schedule="constant")
+    twins("200-cosine", epochs=200)
+    slower = twins("200-cosine-warm40", epochs=200, warmup_epochs=40)
+    twins("200-cosine-warm40-wide", base=slower, projector_width=2048)
+    best = twins("200-cosine-warm40-crop.08", base=slower, augment=views(crop=0.08))
+    twins("200-cosine-warm40-colour.8", base=slower, augment=views(colour=0.8))
+
+    twins("200-best-constant", base=best, schedule="constant")
+    twins("200-best-narrow", base=best, projector_width=256)
+    twins("200-best-crop.05", base=best, augment=views(crop=0.05))
+    twins("200-best-colour.2", base=best, augment=views(crop=0.08, colour=0.2))
+    slowest = dataclasses.replace(best, schedule="constant", warmup_epochs=80)
+    for colour in (0.4, 0.6, 0.8):
+        name = f"200-best-constant-warm80-colour{short(colour)}"
+        twins(name, base=slowest, augment=views(crop=0.08, colour=colour))
+    add("vicreg", "200-best-constant", base=best, schedule="constant")
+
     digits = dataclasses.replace(bare(paper_mnist()), schedule="cosine", warmup_epochs=10, holdout=0.1)
-    for least in (0.8, 0.5, 0.3):
-        augment = dataclasses.replace(digits.augment, crop_scale=(least, 1.0))
-        config = dataclasses.replace(digits, method="barlow-twins", augment=augment)
-        found[f"mnist-barlow-twins-crop{least:g}".replace("0.", ".")] = config
+    for crop in (0.8, 0.5, 0.3):
+        twins(f"crop{short(crop)}", base=digits, augment=dataclasses.replace(digits.augment, crop_scale=(crop, 1.0)))
     return found
+
+
+def views(*, crop: float = 0.2, colour: float = 0.4, blur: float = 0.0) -> AugmentConfig:
+    """CIFAR-10's usual views but for the least share of an image in a crop, the strength of colours, and a blur."""
+    factors: dict[str, Any] = dict.fromkeys(("brightness", "contrast", "saturation"), colour)
+    return AugmentConfig(crop_scale=(crop, 1.0), hue=colour / 4, blur=blur, **factors)
+
+
+def short(share: float) -> str:
+    """0.08 as .08."""
+    return f"{share:g}".removeprefix("0")
 
 
 def precision() -> Study:
     """Whether the fast step trains as well: bf16 captured against fp32 eager, MNIST at 20 epochs, three seeds each."""
-    short = dataclasses.replace(bare(paper_mnist()), epochs=20, warmup_epochs=4)
+    base = dataclasses.replace(bare(paper_mnist()), epochs=20, warmup_epochs=4)
     found: Study = {}
     for kind, step in (("fp32", "eager"), ("bf16", "captured")):
-        chosen = dataclasses.replace(short, precision=kind, step=step)
+        chosen = dataclasses.replace(base, precision=kind, step=step)
         curved = cells(chosen, methods=("curvssl",), seeds=SEEDS)
         found |= {f"{name}-{kind}-{step}": config for name, config in curved.items()}
     return found

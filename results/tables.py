@@ -155,15 +155,18 @@ def probe_augmented() -> str:
 
 def trap() -> str:
     """Cells that ended with a low rank: what C's diagonal is, and what it would best be at that rank."""
+    from curvssl.reproduce import read_results
+
+    cells = {
+        f"{name}: {cell}": c for name in ("recipe", "literal") for cell, c in read_results(name, results=HERE).items()
+    }
     rows = []
-    for file in sorted([*HERE.glob("recipe/*.json"), *HERE.glob("literal/*.json")]):
-        found = json.loads(file.read_text())
+    for cell, found in sorted(cells.items()):
         c, last = found["config"], found["curves"][-1]
-        if last["effective_rank"] > 10 or "invariance" not in last or c["method"] == "vicreg":
+        if last["effective_rank"] > 10 or c["method"] == "vicreg":
             continue
         d, rank = c["d_z"], last["effective_rank"]
         best, seen = rank / (rank + c["lambda_emb"] * (d - rank)), 1 - (last["invariance"] / d) ** 0.5
-        cell = f"{file.parent.name}: {file.stem}"
         rows.append(
             [cell, f"{rank:.1f}", f"{best:.3f}", f"{seen:.3f}", f"{last['invariance'] + last['redundancy']:.0f}"]
         )
