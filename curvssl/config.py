@@ -216,7 +216,7 @@ def paper_cifar10() -> PretrainConfig:
         dataset="cifar10",
         epochs=500,
         image_size=32,  # CIFAR-10's own size
-        warmup_epochs=50,  # not in the paper: with λ_emb = 1 and small crops, after ten it falls into a trap
+        warmup_epochs=80,  # not in the paper: with λ_emb = 1 and small crops, after ten it falls into a trap
         augment=AugmentConfig(
             crop_scale=(0.08, 1.0),  # "random resized crops": the best of four on held-out images
             flip=0.5,

@@ -32,8 +32,8 @@ def bare(preset: PretrainConfig) -> PretrainConfig:
 def alpha() -> Study:
     """A first look at the term: α_curv on CIFAR-10 at 100 epochs, paired over two seeds; α = 0 is Barlow Twins.
 
-    The warm-up keeps its epochs, half of so short a run: ten would lead into the trap."""
-    base = dataclasses.replace(paper_cifar10(), epochs=100)
+    The warm-up is half of so short a run: ten epochs would lead into the trap."""
+    base = dataclasses.replace(paper_cifar10(), epochs=100, warmup_epochs=50)
     found = cells(base, methods=("barlow-twins",), seeds=SEEDS[:2])
     for weight in (1.0, 10.0, 100.0):
         weighed = dataclasses.replace(base, alpha_curv=weight)
