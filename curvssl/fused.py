@@ -163,11 +163,52 @@ def _rbf(
         tl.store(out_ptr + view * n + row, tl.sum(local) / 2)
 
 
+@triton.jit
+def _standardise(s, live, n, EPS: tl.constexpr):
+    """s less its mean; 1/(σ + ε); and 1/(nσ(σ + ε)²), or 0 where σ has no gradient."""
+    mean = tl.div_rn(tl.sum(s), n.to(tl.float32))  # rounded as it should be: equal scores have no deviation
+    c = tl.where(live, s - mean, 0.0)
+    deviation = tl.sqrt(tl.sum(c * c) / n)
+    inverse = 1 / (deviation + EPS)
+    constant = deviation == 0
+    return c, inverse, tl.where(constant, 0.0, inverse * inverse / (n * tl.where(constant, 1.0, deviation)))
+
+
+@triton.jit
+def _unstandardise(g, c, inverse, slope, live, n):
+    """The gradient for s, given that for c / (σ + ε)."""
+    g = tl.where(live, g * inverse - c * (slope * tl.sum(g * c)), 0.0)
+    return g - tl.sum(g) / n
+
+
+@triton.jit
+def _alignment(score_ptr, term_ptr, grad_ptr, n, EPS: tl.constexpr, N: tl.constexpr):
+    """Of M = c̃ c̃'ᵀ / n, with m its diagonal: Σ (m − 1)², the sum of the other squares, and Σ m; gradients of the first
+    two, as (2, 2, n)."""
+    i = tl.arange(0, N)
+    live = i < n
+    c0, inverse0, slope0 = _standardise(tl.load(score_ptr + i, live, other=0.0), live, n, EPS)
+    c1, inverse1, slope1 = _standardise(tl.load(score_ptr + n + i, live, other=0.0), live, n, EPS)
+    t0, t1 = c0 * inverse0, c1 * inverse1
+    m = t0 * t1 / n
+    trace, squares = tl.sum(m), tl.sum(m * m)
+    q0, q1 = tl.sum(t0 * t0) / n, tl.sum(t1 * t1) / n
+    tl.store(term_ptr, squares - 2 * trace + n)
+    tl.store(term_ptr + 1, q0 * q1 - squares)
+    tl.store(term_ptr + 2, trace)
+    pull, push = (2 * m - 2) / n, -2 * m / n
+    tl.store(grad_ptr + i, _unstandardise(pull * t1, c0, inverse0, slope0, live, n), live)
+    tl.store(grad_ptr + n + i, _unstandardise(pull * t0, c1, inverse1, slope1, live, n), live)
+    grad_ptr += 2 * n
+    tl.store(grad_ptr + i, _unstandardise(push * t1 + 2 * t0 * q1 / n, c0, inverse0, slope0, live, n), live)
+    tl.store(grad_ptr + n + i, _unstandardise(push * t0 + 2 * t1 * q0 / n, c1, inverse1, slope1, live, n), live)
+
+
 def _shape(n: int, d: int) -> dict[str, int]:
     """Block sizes that leave each of 256 threads 32 of the sums (rows × points × dimensions) to hold."""
     points = triton.next_power_of_2(n)
     chunk = min(32, triton.next_power_of_2(d), 4096 // points)
-    return {"ROWS": 2, "N": points, "D": triton.next_power_of_2(d), "CHUNK": chunk}
+    return {"ROWS": 2, "N": points, "D": triton.next_power_of_2(d), "CHUNK": chunk, "num_warps": 8}
 
 
 @triton_op("curvssl::select_and_score", mutates_args={})
@@ -180,7 +221,7 @@ def select_and_score(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     shape = _shape(n, d)
     grid = (triton.cdiv(n, shape["ROWS"]), v)
     some = (x, index, total, score, score, index)  # distances are not asked for
-    wrap_triton(_select)[grid](*some, n, d, SCORE=True, K=k, **shape, num_warps=8)
+    wrap_triton(_select)[grid](*some, n, d, SCORE=True, K=k, **shape)
     return score, index, total
 
 
@@ -193,7 +234,7 @@ def select_and_width(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     distance, median, width = x.new_empty(v, n, n), x.new_empty(v, n, dtype=torch.int32), x.new_empty(v)
     shape = _shape(n, d)
     grid = (triton.cdiv(n, shape["ROWS"]), v)
-    wrap_triton(_select)[grid](x, index, x, x, distance, done, n, d, SCORE=False, K=k, **shape, num_warps=8)
+    wrap_triton(_select)[grid](x, index, x, x, distance, done, n, d, SCORE=False, K=k, **shape)
     wrap_triton(_width)[(n, v)](distance, median, done, width, n, N=shape["N"], num_warps=1)
     return index, width
 
@@ -236,6 +277,16 @@ def rbf_gradient(grad: Tensor, x: Tensor, index: Tensor, width: Tensor) -> Tenso
     return out
 
 
+@triton_op("curvssl::alignment", mutates_args={})
+def align(score: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Alignment, decorrelation and ρ (3,) of two views' scores (2, n), and the gradients (2, 2, n) of the first two."""
+    score = score.contiguous()
+    n = score.shape[1]
+    terms, gradients = score.new_empty(3), score.new_empty(2, 2, n)
+    wrap_triton(_alignment)[(1,)](score, terms, gradients, n, EPS=eps, N=triton.next_power_of_2(n), num_warps=4)
+    return terms, gradients
+
+
 def _keep_score(ctx, inputs, output) -> None:
     ctx.save_for_backward(inputs[0], output[1], output[2])
 
@@ -252,8 +303,23 @@ def _rbf_backward(ctx, grad) -> tuple[Tensor, None, None]:
     return rbf_gradient(grad, *ctx.saved_tensors), None, None
 
 
+def _keep_gradients(ctx, inputs, output) -> None:
+    ctx.save_for_backward(output[1])
+
+
+def _align_backward(ctx, grad, _) -> tuple[Tensor, None]:
+    (gradients,) = ctx.saved_tensors
+    return grad[0] * gradients[0] + grad[1] * gradients[1], None
+
+
 select_and_score.register_autograd(_score_backward, setup_context=_keep_score)
 rbf_score.register_autograd(_rbf_backward, setup_context=_keep_rbf)
+align.register_autograd(_align_backward, setup_context=_keep_gradients)
+
+
+def alignment(score: Tensor, *, eps: float) -> tuple[Tensor, ...]:
+    """The two terms of L_curv, and ρ, which has no gradient here, of two views' curvature (2, n)."""
+    return align(score, eps)[0].unbind()
 
 
 def curvature(x: Tensor, *, k: int) -> Tensor:

@@ -1,71 +1,100 @@
-"""torchvision's ResNet with the hand-written layers of stem.py and norm.py while it trains in a captured step.
+"""A forward pass through torchvision's ResNets by hand, for the captured step; what it computes is torchvision's.
 
-A block's output has two readers, the next block's first convolution and its shortcut. Between blocks it goes as a pair,
-so that the gradients of the two arrive apart and are added where they are summed.
+Convolutions are cuDNN's, or stem.py's for the first; BatchNorm, ReLU and residuals are norm.py's; weight gradients and
+running statistics go to the second stream (overlap.py). The compiler would have to trace it all to gain nothing.
 """
 
 import itertools
-import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from curvssl.norm import norm
+from curvssl.norm import normalise
+from curvssl.overlap import convolve, second_stream
 from curvssl.stem import pool
 
-LARGE = 2**22  # numbers in an activation: smaller ones are left to the compiler (docs/performance.md)
 
-
-class QuickBlock(nn.Module):
-    """Mixed into torchvision's BasicBlock."""
-
-    forks = False  # another block comes next: it reads this one's output twice, and takes a pair
-
-    def forward(self: Any, x: Tensor | tuple[Tensor, Tensor]) -> Any:
-        x, shortcut = x if isinstance(x, tuple) else (x, x)
-        if not _quick(self, x, size=x.numel()):
-            return super().forward(x)
-        out = norm(self.bn1, self.conv1(x), relu=True)
-        if self.downsample is not None:
-            shortcut = norm(self.downsample[1], self.downsample[0](shortcut))
-        out = self.conv2(out)
-        return norm(self.bn2, out, residual=shortcut, relu=True, fork=self.forks and out.numel() >= LARGE)
-
-
-class QuickResNet(nn.Module):
-    """Mixed into torchvision's ResNet."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        pixels = x.shape[2] * x.shape[3] // math.prod(self.conv1.stride)
-        if not _quick(self, x, size=len(x) * self.conv1.out_channels * pixels):
-            return super().forward(x)
-        x = self.conv1(x)
-        fork = isinstance(self.maxpool, nn.Identity) and isinstance(self.layer1[0], QuickBlock) and x.numel() >= LARGE
-        x = norm(self.bn1, x, relu=True, fork=fork)
-        pools = isinstance(self.maxpool, nn.MaxPool2d) and x.shape[2] % 2 == x.shape[3] % 2 == 0
-        x = pool(x)[0] if pools else self.maxpool(x)
-        for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
-            x = stage(x)
-        return self.fc(self.avgpool(x).flatten(1))
-
-
-def _quick(module: nn.Module, x: Tensor, *, size: int) -> bool:
-    return module.training and x.dtype != torch.float64 and size >= LARGE
-
-
-def quicken(net: nn.Module) -> None:
-    """Give torchvision's ResNets and their blocks the layers above for large activations while they train."""
+def takes(net: nn.Module) -> bool:
+    """Whether `encode` knows this network: a plain ResNet of basic blocks, like ResNet-18 and 34."""
     from torchvision.models.resnet import BasicBlock, ResNet
 
-    for module in net.modules():
-        for kind, quick in ((BasicBlock, QuickBlock), (ResNet, QuickResNet)):
-            if type(module) is kind:
-                module.__class__ = type(f"Quick{kind.__name__}", (quick, kind), {})
-    for module in net.modules():
-        chain = list(module) if isinstance(module, nn.Sequential) else []
-        if isinstance(module, QuickResNet):
-            chain = [part for part in module.modules() if isinstance(part, QuickBlock)]
-        for block, reader in itertools.pairwise(chain):
-            if isinstance(block, QuickBlock) and isinstance(reader, QuickBlock):
-                block.forks = True
+    if type(net) is not ResNet or any(type(block) is not BasicBlock for block in blocks_of(net)):
+        return False
+    norms = [module for module in net.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    usual = all(bn.affine and bn.track_running_stats and bn.momentum is not None for bn in norms)
+    return usual and isinstance(net.maxpool, nn.MaxPool2d | nn.Identity) and isinstance(net.fc, nn.Identity)
+
+
+def blocks_of(net: Any) -> list[Any]:
+    return [block for stage in (net.layer1, net.layer2, net.layer3, net.layer4) for block in stage]
+
+
+def encode(net: Any, x: Tensor) -> Tensor:
+    """h of two views (2b, C, H, W) in channels_last, in x's precision; in training mode, BatchNorm view by view."""
+    layers = _Layers(net, x)
+    blocks = blocks_of(net)
+    pools = not isinstance(net.maxpool, nn.Identity)
+    found = layers.normalise(net.bn1, layers.convolve(net.conv1, x), fork=not pools)
+    if pools:
+        even = found.shape[2] % 2 == found.shape[3] % 2 == 0
+        found = pool(found)[0] if even else net.maxpool(found)
+        found = found, found
+    for block, reader in itertools.zip_longest(blocks, blocks[1:]):
+        x, shortcut = found
+        out = layers.normalise(block.bn1, layers.convolve(block.conv1, x))
+        if block.downsample is not None:
+            shortcut = layers.normalise(block.downsample[1], layers.convolve(block.downsample[0], shortcut), relu=False)
+        out = layers.convolve(block.conv2, out)
+        found = layers.normalise(block.bn2, out, residual=shortcut, fork=reader is not None)
+    layers.keep_statistics()
+    return found.flatten(1) if found.shape[2:] == (1, 1) else found.mean((2, 3))
+
+
+class _Layers:
+    """What the layers share in one pass: weights in low precision, zeros to add to, statistics to keep."""
+
+    def __init__(self, net: nn.Module, x: Tensor) -> None:
+        weights = [module.weight for module in net.modules() if isinstance(module, nn.Conv2d)]
+        low = exact = [weight.detach() for weight in weights]
+        if x.dtype != exact[0].dtype:
+            low = [torch.empty_like(weight, dtype=x.dtype) for weight in exact]
+            torch._foreach_copy_(low, exact)  # all in one launch
+        self.low = dict(zip(weights, low, strict=True))
+        self.norms = [module for module in net.modules() if isinstance(module, nn.BatchNorm2d)]
+        sizes = [8 * bn.num_features for bn in self.norms]
+        self.zeros = dict(zip(self.norms, torch.zeros(sum(sizes), device=x.device).split(sizes), strict=True))
+        self.statistics: dict[nn.Module, Tensor] = {}
+
+    def convolve(self, layer: nn.Conv2d, x: Tensor) -> Tensor:
+        stride, padding = (list(cast(tuple[int, ...], pair)) for pair in (layer.stride, layer.padding))
+        return convolve(x, layer.weight, self.low[layer.weight], stride, padding)
+
+    def normalise(
+        self, layer: Any, x: Tensor, *, residual: Tensor | None = None, relu: bool = True, fork: bool = False
+    ) -> Any:
+        """With `fork` a pair of the same, one for each of two readers, whose gradients then arrive apart."""
+        zeros = self.zeros[layer].view(2, 2, 2, -1)
+        self.statistics[layer], *y = normalise(x, residual, layer.weight, layer.bias, zeros, layer.eps, relu, fork)
+        return tuple(y) if fork else y[0]
+
+    @torch.no_grad()
+    def keep_statistics(self) -> None:
+        """Running statistics move once a view; nobody waits for them, so they do it beside the rest."""
+        found = list(self.statistics.values())
+        if not found[0].is_cuda:
+            return self._move(found)
+        here, beside = torch.cuda.current_stream(), second_stream()
+        beside.wait_stream(here)
+        with torch.cuda.stream(beside):
+            self._move(found)
+        for tensor in found:
+            tensor.record_stream(beside)
+        return None
+
+    def _move(self, found: list[Tensor]) -> None:
+        norms: Any = list(self.statistics)
+        for view, (what, name) in itertools.product(range(2), enumerate(("running_mean", "running_var"))):
+            running = [getattr(bn, name) for bn in norms]
+            torch._foreach_lerp_(running, [one[view, what] for one in found], norms[0].momentum)
+        torch._foreach_add_([bn.num_batches_tracked for bn in norms], 2)

@@ -1,6 +1,7 @@
 """The four objectives, as the paper writes them. Each takes the two views' embeddings, (b, d) each, and gives a scalar.
 
 `terms(z0, z1)` gives the named, unweighted parts, `weigh(terms)` their weighted sum; `forward` is one after the other.
+Inside, z (2, b, d) are the two views' embeddings.
 With torch.distributed initialised every statistic is that of the global batch (the gradient: see distributed.py).
 """
 
@@ -30,26 +31,29 @@ class Loss(nn.Module):
         """The weighted sum of the terms."""
         return self.weigh(self.terms(z0, z1))
 
-    def terms(self, z0: Tensor, z1: Tensor, *, part: int | None = None) -> Terms:
-        """The named, unweighted terms of the loss, and what else there is to watch; of one part, or of all."""
+    def terms(self, z0: Tensor, z1: Tensor) -> Terms:
+        """The named, unweighted terms of the loss, and what else there is to watch."""
         if z0.ndim != 2 or z0.shape != z1.shape:
             raise ValueError(
                 f"expected two views of one shape (b, d), got {tuple(z0.shape)} and {tuple(z1.shape)}: "
                 "row i of both must come from image i"
             )
-        if len(z0) * world_size() < 2:
-            raise ValueError("a batch of 1 has no statistics: use 2 or more images")
-        dtype = torch.promote_types(torch.promote_types(z0.dtype, z1.dtype), torch.float32)
         with torch.autocast(z0.device.type, enabled=False):
-            z0, z1 = z0.to(dtype), z1.to(dtype)
-            chosen = self.parts() if part is None else self.parts()[part : part + 1]
-            return {name: value for terms in chosen for name, value in terms(z0, z1).items()}
+            z = torch.stack((z0, z1))
+        return {name: value for part in self.parts() for name, value in self.terms_of(z, part).items()}
 
-    def parts(self) -> tuple[Callable[[Tensor, Tensor], Terms], ...]:
+    def terms_of(self, z: Tensor, part: Callable[[Tensor], Terms]) -> Terms:
+        """The terms of one part, from both views in one tensor (2, b, d)."""
+        if z.shape[1] * world_size() < 2:
+            raise ValueError("a batch of 1 has no statistics: use 2 or more images")
+        with torch.autocast(z.device.type, enabled=False):
+            return part(z.to(torch.promote_types(z.dtype, torch.float32)))
+
+    def parts(self) -> tuple[Callable[[Tensor], Terms], ...]:
         """What makes the terms; no part needs another's, so a training step may take them side by side."""
         return (self.embedding,)
 
-    def embedding(self, z0: Tensor, z1: Tensor) -> Terms:
+    def embedding(self, z: Tensor) -> Terms:
         raise NotImplementedError
 
     def weigh(self, terms: Terms) -> Tensor:
@@ -63,9 +67,10 @@ class BarlowTwinsLoss(Loss):
         super().__init__()
         self.lambda_emb, self.eps = lambda_emb, eps
 
-    def embedding(self, z0: Tensor, z1: Tensor) -> Terms:
-        b = len(z0) * world_size()
-        c = total(standardise(z0, eps=self.eps).mT @ standardise(z1, eps=self.eps)) / b
+    def embedding(self, z: Tensor) -> Terms:
+        b = z.shape[1] * world_size()
+        z0, z1 = standardise(z, eps=self.eps)
+        c = total(z0.mT @ z1) / b
         diagonal = c.diagonal()
         return {
             "invariance": (diagonal - 1).square().sum(),
@@ -107,20 +112,26 @@ class CurvSSLLoss(BarlowTwinsLoss):
         """Whether the hand-written kernels take this batch; what they compute is the same."""
         return fused is not None and world_size() == 1 and fused.fits(z, k=self.k)
 
-    def parts(self) -> tuple[Callable[[Tensor, Tensor], Terms], ...]:
+    def parts(self) -> tuple[Callable[[Tensor], Terms], ...]:
         return (self.embedding, self.curvature)
 
-    def curvature(self, z0: Tensor, z1: Tensor) -> Terms:
-        b = len(z0) * world_size()
+    def curvature(self, z: Tensor) -> Terms:
+        b = z.shape[1] * world_size()
         check_k(self.k, n=b)
-        c = standardise(self.scores(torch.stack((z0, z1))).mT, eps=self.eps)  # (b, 2): c̃ and c̃'
-        m = c[:, 0] * c[:, 1] / b  # M is rank one: its diagonal m and three sums are all that L_curv needs
-        sums = total(torch.stack((m.sum(), m.square().sum(), *c.square().sum(0))))
-        trace, diagonal_squares, squares0, squares1 = sums.unbind()
+        curvature = self.scores(z)  # (2, b)
+        if self.in_one_kernel(z):
+            alignment, decorrelation, rho = fused.alignment(curvature, eps=self.eps)
+        else:
+            c = standardise(curvature.mT, eps=self.eps)  # (b, 2): c̃ and c̃'
+            m = c[:, 0] * c[:, 1] / b  # M is rank one: its diagonal m and three sums are all that L_curv needs
+            sums = total(torch.stack((m.sum(), m.square().sum(), *c.square().sum(0))))
+            rho, diagonal_squares, squares0, squares1 = sums.unbind()
+            alignment = diagonal_squares - 2 * rho + b
+            decorrelation = squares0 * squares1 / b**2 - diagonal_squares
         return {
-            "curvature_alignment": diagonal_squares - 2 * trace + b,
-            "curvature_decorrelation": squares0 * squares1 / b**2 - diagonal_squares,
-            "rho": trace.detach(),
+            "curvature_alignment": alignment,
+            "curvature_decorrelation": decorrelation,
+            "rho": rho.detach(),  # the trace of M
         }
 
     def weigh(self, terms: Terms) -> Tensor:
@@ -166,9 +177,9 @@ class VICRegLoss(Loss):
         super().__init__()
         self.invariance, self.variance, self.covariance = invariance, variance, covariance
 
-    def embedding(self, z0: Tensor, z1: Tensor) -> Terms:
-        b, d = len(z0) * world_size(), z0.shape[1]
-        z = torch.stack((z0, z1))
+    def embedding(self, z: Tensor) -> Terms:
+        b, d = z.shape[1] * world_size(), z.shape[2]
+        z0, z1 = z
         z = z - total(z.sum(1, keepdim=True)) / b
         c = total(z.mT @ z) / (b - 1)  # (2, d, d)
         variances = c.diagonal(dim1=1, dim2=2)
@@ -187,10 +198,10 @@ class VICRegLoss(Loss):
 
 
 def standardise(z: Tensor, *, eps: float) -> Tensor:
-    """(z − μ) / (σ + ε) over the global batch, σ the population's standard deviation, (b, d) → (b, d)."""
-    b = len(z) * world_size()
-    z = z - total(z.sum(0)) / b
-    variance = total(z.square().sum(0)) / b
+    """(z − μ) / (σ + ε) over the global batch, σ the population's standard deviation, (…, b, d) → (…, b, d)."""
+    b = z.shape[-2] * world_size()
+    z = z - total(z.sum(-2, keepdim=True)) / b
+    variance = total(z.square().sum(-2, keepdim=True)) / b
     constant = variance == 0  # √ has no gradient at 0
     deviation = torch.where(constant, 0, torch.where(constant, 1, variance).sqrt())
     return z / (deviation + eps)

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvssl import overlap
 from curvssl.augment import Augment
 from curvssl.losses import Loss
-from curvssl.models import per_view
+from curvssl.models import Net, per_view
 
 # What makes the gradients, the terms to log of each part of the loss, and both views' embeddings.
 Forward = tuple[Callable[[], None], list[Tensor], Tensor]
@@ -55,21 +54,14 @@ class Step:
         self.mode = mode
         self._loss: Callable[..., Any] = self.loss
         self._forward: Callable[[Tensor, Tensor], Forward] = self._whole
-        self._beside: list[Tensor] = []
+        self._by_hand = False  # the encoder's pass
         if mode != "eager":
             keep_compile_cache()
             # Many kernels of a small network last a few µs; launched together, a 7×7-stem step takes an eighth less.
             options: dict[str, Any] = {"combo_kernels": True} if device.type == "cuda" else {}
-            if mode == "captured":
-                from curvssl import layers
 
-                layers.quicken(net)
-                if isinstance(optimizer, torch.optim.Adam):
-                    self._beside = overlap.beside(net)
-                    options |= overlap.OPTIONS
-
-            def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-                return torch.compile(with_own_code(function), dynamic=False, options=options or None)
+            def compiled(function: Callable[..., Any], **more: Any) -> Callable[..., Any]:
+                return torch.compile(with_own_code(function), dynamic=False, options=options | more or None)
 
             if mode == "captured":
                 self._forward = self.side_by_side(compiled)
@@ -92,7 +84,7 @@ class Step:
                 raise
             reason = str(error).strip().splitlines()[0]
             print(f"this step cannot be compiled ({reason}): going on eagerly", file=sys.stderr)
-            self.mode, self._loss, self._forward = "eager", self.loss, self._whole
+            self.mode, self._loss, self._forward, self._by_hand = "eager", self.loss, self._whole, False
             self._plain(batch, u)
         self._taken += 1
         self.count += 1
@@ -105,14 +97,33 @@ class Step:
         return self.criterion.weigh(terms), torch.stack(tuple(terms.values())).detach(), z.detach()
 
     def embed(self, batch: Tensor, u: Tensor, *, readers: int = 1) -> tuple[Tensor, ...]:
-        """The two views' embeddings, one under the other, (2b, d); a copy for each reader, so that the compiler adds
-        their gradients up where it next touches them."""
-        x = batch if self.images is None else self.images.index_select(0, batch)
+        """The two views' embeddings, one under the other, (2b, d), once for each reader."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            views = self.augment(torch.cat((x, x)), u.flatten(0, 1))
-            z = self.net(views.contiguous(memory_format=torch.channels_last))
+            return self.copies(self.net(self.views(batch, u)), readers)
+
+    def views(self, batch: Tensor, u: Tensor) -> Tensor:
+        """Both views, one under the other, (2b, C, H, W)."""
+        x = batch if self.images is None else self.images.index_select(0, batch)
+        return self.augment(torch.cat((x, x)), u.flatten(0, 1)).contiguous(memory_format=torch.channels_last)
+
+    def copies(self, z: Tensor, readers: int) -> tuple[Tensor, ...]:
+        """In float32 at least. Copies, so that the compiler adds the readers' gradients where it next touches them."""
         z = z.to(torch.promote_types(z.dtype, torch.float32))
         return (z, *(z.clone() for _ in range(readers - 1)))
+
+    def embed_by_hand(self, compiled: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
+        """`embed` with an encoder that the compiler does not look into."""
+        from curvssl import layers
+
+        low, net = torch.bfloat16 if self.bf16 else torch.float32, self.net
+        assert isinstance(net, Net)  # see `side_by_side`
+
+        def projected(h: Tensor, readers: int) -> tuple[Tensor, ...]:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+                return self.copies(net.projector(h), readers)
+
+        views, project = compiled(lambda batch, u: self.views(batch, u).to(low)), compiled(projected)
+        return lambda batch, u, readers: project(layers.encode(net.encoder, views(batch, u)), readers)
 
     def _whole(self, batch: Tensor, u: Tensor) -> Forward:
         loss, logged, z = self._loss(batch, u)
@@ -121,20 +132,25 @@ class Step:
     def side_by_side(self, compiled: Callable[..., Any]) -> Callable[[Tensor, Tensor], Forward]:
         """The same, compiled in pieces: each part of the criterion goes from embeddings to its share of their gradient
         without waiting for the others, all but the first on the second stream."""
+        from curvssl import layers, overlap
+
         count = len(self.criterion.parts())
         names: list[tuple[str, ...]] = [()] * count
+        one = torch.ones((), device=self.device)
+        self._by_hand = isinstance(self.net, Net) and layers.takes(self.net.encoder)
 
         def terms_of(part: int) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
             def terms(z: Tensor) -> tuple[Tensor, Tensor]:
-                found = self.criterion.terms(*z.chunk(2), part=part)
+                found = self.criterion.terms_of(z.unflatten(0, (2, -1)), self.criterion.parts()[part])
                 names[part] = tuple(found)
                 others: Any = float  # terms of other parts count 0: a loss is the weighted sum of its terms
                 share = self.criterion.weigh(defaultdict(others, found))
                 return share, torch.stack(tuple(found.values())).detach()
 
-            return compiled(terms)
+            return compiled(terms, split_reductions=False)  # one launch costs more here than what a second gains
 
-        embed, parts = compiled(self.embed), [terms_of(part) for part in range(count)]
+        embed = self.embed_by_hand(compiled) if self._by_hand else compiled(self.embed)
+        parts = [terms_of(part) for part in range(count)]
 
         def forward(batch: Tensor, u: Tensor) -> Forward:
             here, beside = torch.cuda.current_stream(), overlap.second_stream()
@@ -145,7 +161,7 @@ class Step:
                 with torch.cuda.stream(beside if i else here):
                     z = copies[i].detach().requires_grad_()
                     share, logged[i] = parts[i](z)
-                    gradients[i] = torch.autograd.grad(share, z)[0]
+                    gradients[i] = torch.autograd.grad(share, z, one)[0]
             here.wait_stream(beside)
             self.names = tuple(name for group in names for name in group)
             return lambda: torch.autograd.backward(copies, gradients), logged, copies[0].detach()
@@ -155,8 +171,10 @@ class Step:
     def _plain(self, batch: Tensor, u: Tensor) -> None:
         self.optimizer.zero_grad()
         backward, logged, z = self._forward(batch, u)
-        if self._beside:
-            overlap.backward_and_step(backward, self.optimizer, self._beside)
+        if self._by_hand and isinstance(self.optimizer, torch.optim.Adam):
+            from curvssl import overlap
+
+            overlap.backward_and_step(backward, self.optimizer)
         else:
             backward()
             self.optimizer.step()
@@ -217,7 +235,9 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
         return types.MethodType(with_own_code(function.__func__), function.__self__)
     assert isinstance(function, types.FunctionType)
     code, name = function.__code__.replace(), function.__name__
-    return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    own = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
 
 
 def keep_compile_cache() -> None:

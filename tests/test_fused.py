@@ -10,9 +10,10 @@ from curvssl.kernels import kernel_width
 CASES = [(256, 128, 10), (100, 20, 5), (37, 3, 16), (11, 5, 10)]
 
 COMPARE = """
-from test_fused import compare
+from test_fused import compare, compare_alignment
 for n, d, k in ((21, 18, 10), (7, 3, 4)):
     compare(n, d, k, device="cpu")
+    compare_alignment(n, device="cpu")
 """
 
 
@@ -46,8 +47,38 @@ def compare(n: int, d: int, k: int, *, device: str) -> None:
         assert float((mine - theirs).norm() / theirs.norm()) < 1e-5
 
 
+def compare_alignment(n: int, *, device: str) -> None:
+    """The terms of L_curv and their gradients against M written out in float64; one view's scores may all be equal."""
+    from curvssl import fused
+
+    for spread in (1.0, 0.0):
+        generator = torch.Generator().manual_seed(n)
+        score = torch.randn(2, n, generator=generator)
+        score[1] = 4 + spread * (score[0] + score[1])
+        score = score.to(device).requires_grad_()
+        exact = score.detach().double().requires_grad_()
+        centred = exact - exact.mean(1, keepdim=True)
+        deviation = centred.square().mean(1, keepdim=True)
+        c = centred / (torch.where(deviation == 0, 0, torch.where(deviation == 0, 1, deviation).sqrt()) + 1e-5)
+        matrix = c[0][:, None] * c[1][None, :] / n
+        oracle = (matrix.diagonal() - 1).square().sum(), matrix.square().sum() - matrix.diagonal().square().sum()
+        *terms, rho = fused.alignment(score, eps=1e-5)
+        torch.testing.assert_close(rho.double(), matrix.trace().detach(), rtol=1e-5, atol=1e-6)
+        for ours, theirs in zip(terms, oracle, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+            (mine,) = torch.autograd.grad(ours, score, retain_graph=True)
+            (right,) = torch.autograd.grad(theirs, exact, retain_graph=True)
+            torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-5 if spread else 1e-1)
+
+
 def test_kernels_equal_the_plain_geometry_in_tritons_interpreter() -> None:
     in_tritons_interpreter(COMPARE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [11, 256, 300, 512])
+def test_the_terms_of_the_curvature_equal_the_written_out_matrix_on_the_device(n: int) -> None:
+    compare_alignment(n, device="cuda")
 
 
 @pytest.mark.gpu

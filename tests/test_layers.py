@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from pipeline import in_tritons_interpreter
 from torch import Tensor, nn
 
-from curvssl.models import make_net, per_view
+from curvssl.models import make_encoder, per_view
 
 SHAPES = [(6, 70, 5, 5), (4, 32, 8, 6), (8, 512, 1, 1)]
 
@@ -22,12 +22,11 @@ for shape in test_layers.SHAPES:
 test_layers.compare_pool((2, 5, 8, 6), device="cpu")
 """
 
-# Of the activations (8, 64, 8, 8), (8, 128, 4, 4), (8, 256, 2, 2) and (8, 512, 1, 1) the last is small.
 COMPARE_NETWORK = """
 import test_layers
-from curvssl import layers
-layers.LARGE = 8192
-test_layers.compare_network("resnet18", stem="small", batch=8, size=8, device="cpu")
+test_layers.compare_network(stem="small", batch=8, size=8, device="cpu")
+test_layers.compare_network(stem="imagenet", batch=8, size=20, device="cpu")
+test_layers.compare_embedding()
 """
 
 
@@ -37,8 +36,8 @@ def channels_last(*shape: int, device: str, seed: int = 0) -> Tensor:
 
 
 def compare_norm(shape: tuple[int, int, int, int], *, device: str) -> None:
-    """Outputs, gradients and running statistics in float32 against torch's in float64, one view at a time."""
-    from curvssl.norm import norm
+    """Outputs, gradients and statistics in float32 against torch's in float64, one view at a time."""
+    from curvssl.norm import normalise
 
     kinds = ((False, False), (False, True), (True, True))
     for (residual, relu), fork in itertools.product(kinds, (False, True)):
@@ -49,11 +48,13 @@ def compare_norm(shape: tuple[int, int, int, int], *, device: str) -> None:
         x = (channels_last(*shape, device=device) * 2 + 5).requires_grad_()
         r = (channels_last(*shape, device=device, seed=1) * 0.5).requires_grad_()
         exact, exact_r = (t.detach().double().requires_grad_() for t in (x, r))
-        y = norm(ours, x, residual=r if residual else None, relu=relu, fork=fork)
+        zeros = torch.zeros(2, 2, 2, shape[1], device=device)
+        settings = (zeros, ours.eps, relu, fork)
+        statistics, *pair = normalise(x, r if residual else None, ours.weight, ours.bias, *settings)
         expected = torch.cat([oracle(view) for view in exact.chunk(2)])
         expected = expected + exact_r if residual else expected
         expected = F.relu(expected) if relu else expected
-        pair = y if fork else (y,)
+        assert len(pair) == 1 + fork
         gradients = [channels_last(*shape, device=device, seed=2 + reader) for reader in range(len(pair))]
         for one in pair:
             torch.testing.assert_close(one.double(), expected, rtol=1e-4, atol=1e-4)
@@ -65,8 +66,9 @@ def compare_norm(shape: tuple[int, int, int, int], *, device: str) -> None:
             else:
                 # A value that rounding lifts over the ReLU's edge passes its gradient on, or not.
                 assert float((mine.grad - theirs.grad).norm()) <= 1e-3 * float(theirs.grad.norm()) + 1e-5
-        for mine, theirs in zip(ours.buffers(), oracle.buffers(), strict=True):
-            torch.testing.assert_close(mine.double(), theirs.double(), rtol=1e-4, atol=1e-4)
+        for view, found in zip(exact.detach().chunk(2), statistics.double(), strict=True):
+            moments = torch.stack((view.mean((0, 2, 3)), view.var((0, 2, 3))))
+            torch.testing.assert_close(found, moments, rtol=1e-4, atol=1e-4)
 
 
 def compare_pool(shape: tuple[int, int, int, int], *, device: str) -> None:
@@ -81,19 +83,19 @@ def compare_pool(shape: tuple[int, int, int, int], *, device: str) -> None:
     torch.testing.assert_close(torch.autograd.grad(y, x, g), torch.autograd.grad(expected, x, g))
 
 
-def compare_network(encoder: str, *, stem: str, batch: int, size: int, device: str) -> None:
-    """Outputs, gradients and running statistics of a quickened network against the plain one's, and float64."""
+def compare_network(*, stem: str, batch: int, size: int, device: str) -> None:
+    """Outputs, gradients and running statistics of a pass by hand against the plain one's, and float64."""
     from curvssl import layers
 
-    shape = {"channels": 3, "size": size, "width": 64, "depth": 2, "d_z": 16, "norm": False, "seed": 0}
-    plain = make_net(encoder=encoder, stem=stem, **shape).to(device).to(memory_format=torch.channels_last)
+    torch.manual_seed(0)
+    plain = make_encoder("resnet18", stem=stem).to(device).to(memory_format=torch.channels_last)
     quick, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
     for net in (plain, quick, exact):
         per_view(net)
-    layers.quicken(quick)
+    assert layers.takes(quick)
     x = channels_last(batch, 3, size, size, device=device)
-    g = torch.randn(batch, 16, device=device)
-    outputs = [net(x.to(next(net.parameters()).dtype)) for net in (plain, quick, exact)]
+    g = torch.randn(batch, 512, device=device)
+    outputs = [plain(x), layers.encode(quick, x), exact(x.double())]
     for y in outputs:
         y.backward(g.to(y.dtype))
 
@@ -106,15 +108,29 @@ def compare_network(encoder: str, *, stem: str, batch: int, size: int, device: s
     assert error(quick) < 3 * error(plain) + 1e-4
     for mine, theirs in zip(quick.buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
-    quick.eval(), plain.eval()
-    torch.testing.assert_close(quick(x), plain(x), rtol=1e-2, atol=1e-2)
+
+
+def compare_embedding() -> None:
+    """A step's embeddings, and the gradient that two readers of them give, with the encoder's pass by hand or not."""
+    from test_step import make_step, small_net
+
+    plain = make_step("curvssl", "eager", torch.device("cpu"), net=small_net("resnet18"))
+    quick = make_step("curvssl", "eager", torch.device("cpu"), net=small_net("resnet18"))
+    rows, u = torch.arange(8), torch.rand(2, 8, plain.augment.draws)
+    pairs = plain.embed(rows, u, readers=2), quick.embed_by_hand(lambda function: function)(rows, u, 2)
+    for copies in pairs:
+        torch.autograd.backward(copies, [torch.ones_like(copies[0]), copies[1].detach()])
+    for mine, theirs in zip(*pairs, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+    for mine, theirs in zip(quick.net.parameters(), plain.net.parameters(), strict=True):
+        assert float((mine.grad - theirs.grad).norm()) <= 1e-2 * float(theirs.grad.norm()) + 1e-3
 
 
 def test_kernels_equal_torchs_layers_in_tritons_interpreter() -> None:
     in_tritons_interpreter(COMPARE)
 
 
-def test_a_network_of_large_and_small_blocks_equals_the_plain_one_in_tritons_interpreter() -> None:
+def test_a_pass_by_hand_equals_the_plain_one_in_tritons_interpreter() -> None:
     in_tritons_interpreter(COMPARE_NETWORK)
 
 
@@ -132,11 +148,23 @@ def test_pool_equals_torchs_on_the_device() -> None:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 @pytest.mark.parametrize("stem", ["imagenet", "small"])
-@pytest.mark.parametrize("encoder", ["resnet18", "resnet-mini"])
-def test_a_quickened_network_has_the_outputs_and_gradients_of_the_plain_one(
-    encoder: str, stem: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_by_hand_equals_the_plain_one_on_the_device(stem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    compare_network(stem=stem, batch=64, size=32, device="cuda")
+
+
+def test_other_networks_are_left_to_the_compiler() -> None:
+    pytest.importorskip("triton", reason="the kernels are written in Triton, which this platform does not have")
+    from torchvision.models import resnet18, resnet34, resnet50
+
     from curvssl import layers
 
-    monkeypatch.setattr(layers, "LARGE", 0)
-    compare_network(encoder, stem=stem, batch=64, size=32, device="cuda")
+    headless = make_encoder("resnet18")
+    assert layers.takes(headless)
+    bigger = resnet34()
+    bigger.fc = nn.Identity()
+    assert layers.takes(bigger)
+    frozen = make_encoder("resnet18")
+    frozen.bn1 = nn.BatchNorm2d(64, track_running_stats=False)
+    for other in (resnet18(), resnet50(), make_encoder("resnet-mini"), frozen, nn.Linear(2, 2)):
+        assert not layers.takes(other)

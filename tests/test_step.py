@@ -11,6 +11,7 @@ import pytest
 import torch
 from pipeline import nothing_waits
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 
 from curvssl import losses
 from curvssl.augment import Augment
@@ -23,9 +24,9 @@ from curvssl.train import Stopped, make_criterion, pretrain
 BATCH = 64
 
 
-def small_net() -> Net:
+def small_net(encoder: str = "resnet-mini") -> Net:
     shape = {"channels": 3, "size": 16, "width": 32, "depth": 2, "d_z": 16, "norm": True, "seed": 0}
-    return make_net(encoder="resnet-mini", stem="small", **shape)
+    return make_net(encoder=encoder, stem="small", **shape)
 
 
 def make_step(
@@ -46,13 +47,13 @@ def make_step(
     )
 
 
-def take(step: Step, steps: int) -> None:
+def take(step: Step, steps: int, *, lr: float = 1e-3) -> None:
     """Some steps, each with its own images, numbers and learning rate."""
     for s in range(steps):
         numbers = torch.Generator().manual_seed(s)
         rows = torch.randperm(1437, generator=numbers)[:BATCH].to(step.device)
         u = torch.rand(2, BATCH, step.augment.draws, generator=numbers).to(step.device)
-        step(rows, u, 1e-3 * (s + 1) / steps)
+        step(rows, u, lr * (s + 1) / steps)
 
 
 def test_two_views_in_one_pass_are_what_two_passes_would_be():
@@ -148,40 +149,57 @@ def test_the_second_step_of_a_process_is_compiled_even_if_a_function_may_be_comp
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
-    ("method", "mode", "bf16"),
+    ("method", "mode", "bf16", "encoder"),
     [
-        ("barlow-twins", "captured", False),
-        ("vicreg", "captured", False),
-        ("curvssl", "captured", False),
-        ("curvssl", "compiled", False),
-        ("kernel-curvssl", "captured", False),
-        ("curvssl", "captured", True),
+        ("barlow-twins", "captured", False, "resnet-mini"),
+        ("vicreg", "captured", False, "resnet18"),
+        ("curvssl", "captured", False, "resnet18"),
+        ("curvssl", "compiled", False, "resnet-mini"),
+        ("kernel-curvssl", "captured", False, "resnet18"),
+        ("curvssl", "captured", True, "resnet-mini"),
+        ("curvssl", "captured", True, "resnet18"),
     ],
 )
 def test_compiled_and_captured_steps_train_as_eager_ones_do(
-    method: str, mode: str, bf16: bool, monkeypatch: pytest.MonkeyPatch
+    method: str, mode: str, bf16: bool, encoder: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     device = torch.device("cuda")
-    eager, step = (make_step(method, kind, device, bf16=bf16) for kind in ("eager", mode))
-    for one in (eager, step):
-        take(one, 10)
+    eager, step = (make_step(method, kind, device, bf16=bf16, net=small_net(encoder)) for kind in ("eager", mode))
+    check_agreement(step, eager, start=small_net(encoder), bf16=bf16)
     assert step.mode == mode
-    # Convolutions that err by 5e-4, as those of bf16 do, move the redundancy of ten steps by up to 4 %.
-    check_agreement(step, eager, tolerance=6e-2 if bf16 else 1e-2)
     rows, u = torch.arange(BATCH, device="cuda"), torch.rand(2, BATCH, step.augment.draws, device="cuda")
     with nothing_waits() if mode == "captured" else nullcontext():
         for _ in range(3):
             step(rows, u, 1e-3)
 
 
-def check_agreement(step: Step, eager: Step, *, tolerance: float) -> None:
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+def test_a_captured_step_takes_another_optimiser(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    settings = {"optimizer": "sgd", "bf16": True}
+    eager, step = (
+        make_step("curvssl", mode, torch.device("cuda"), net=small_net("resnet18"), **settings)
+        for mode in ("eager", "captured")
+    )
+    check_agreement(step, eager, start=small_net("resnet18"), bf16=True)
+    assert step.mode == "captured"
+
+
+def check_agreement(step: Step, eager: Step, *, start: Net, bf16: bool) -> None:
+    """Ten small steps: with a usual rate, initial weights that differ by 1e-7 are percents apart in their loss by then.
+
+    Weights as a whole must have moved alike: rounding may turn a step of Adam where a gradient is near zero, so in
+    bfloat16 a ResNet's moves differ by two fifths (of unrelated ones it would be 1.4, of the double 1)."""
+    for one in (eager, step):
+        take(one, 10, lr=1e-5)
     for name, value in eager.means().items():
-        assert step.means()[name] == pytest.approx(value, rel=tolerance, abs=3e-2), name
-    assert step.gradient_norm() == pytest.approx(eager.gradient_norm(), rel=0.2)
-    for ours, theirs in zip(step.net.parameters(), eager.net.parameters(), strict=True):
-        # Adam turns the rounding of a gradient near zero into a whole step, so single weights may part.
-        assert float((ours - theirs).norm()) <= 0.05 * float(theirs.norm()) + 0.02
+        assert step.means()[name] == pytest.approx(value, rel=2e-2 if bf16 else 2e-3, abs=3e-2), name
+    assert step.gradient_norm() == pytest.approx(eager.gradient_norm(), rel=0.1 if bf16 else 0.02)
+    first = parameters_to_vector(start.parameters()).detach().to(step.device)
+    ours, theirs = (parameters_to_vector(one.net.parameters()).detach() - first for one in (step, eager))
+    assert float((ours - theirs).norm()) <= (0.6 if bf16 else 0.1) * float(theirs.norm())
 
 
 @pytest.mark.gpu
