@@ -63,6 +63,7 @@ def make_step(stem: str, batch: int, method: str, mode: str) -> tuple[Any, Calla
     from curvssl.train import make_criterion
 
     torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark_limit = 0  # try all algorithms, not the first ten
     device = torch.device("cuda")
     net = network(stem)
     config = PretrainConfig(method=method)
@@ -173,6 +174,7 @@ def floor(stem: str, batch: int, ceiling: dict[str, float]) -> dict[str, Any]:
 
     net = network(stem).bfloat16()
     torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark_limit = 0  # try all algorithms, not the first ten
     seen: list[tuple[Tensor, Tensor, nn.Conv2d]] = []
     residual = {id(module.bn2) for module in net.modules() if isinstance(module, BasicBlock)}
     bytes_moved = 0

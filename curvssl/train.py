@@ -78,6 +78,7 @@ def _train(run: Run, data: Dataset, *, device: torch.device, progress: bool) -> 
     net = net.to(memory_format=torch.channels_last)  # faster convolutions, on CPU too
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.benchmark_limit = 0  # try all algorithms, not the first ten
     if ranks > 1:
         distributed.synchronise(net, device=device)
     optimizer = make_optimizer(
