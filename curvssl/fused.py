@@ -166,8 +166,8 @@ def _rbf(
 @triton.jit
 def _standardise(s, live, n, EPS: tl.constexpr):
     """s less its mean; 1/(σ + ε); and 1/(nσ(σ + ε)²), or 0 where σ has no gradient."""
-    mean = tl.div_rn(tl.sum(s), n.to(tl.float32))  # rounded as it should be: equal scores have no deviation
-    c = tl.where(live, s - mean, 0.0)
+    # Divided as exactly as float32 can, so that equal scores have no deviation.
+    c = tl.where(live, s - tl.div_rn(tl.sum(s), tl.sum(tl.where(live, 1.0, 0.0))), 0.0)
     deviation = tl.sqrt(tl.sum(c * c) / n)
     inverse = 1 / (deviation + EPS)
     constant = deviation == 0

@@ -49,16 +49,8 @@ def _moments(statistics_ptr, cols, inside, view, rows, c):
 def _tile(index, view, cols, inside, rows, c, ROWS: tl.constexpr):
     """Which numbers of a view's tile there are, and where they lie."""
     row = index * ROWS + tl.arange(0, ROWS)
-    live = ((row >= 0) & (row < rows))[:, None] & inside[None, :]
+    live = (row < rows)[:, None] & inside[None, :]
     return live, (view * rows + row)[:, None] * c + cols[None, :]
-
-
-@triton.jit
-def _from_the_end(t, rows, ROWS: tl.constexpr):
-    """The t-th tile of a program that takes turns with others, the last tile first: its numbers were written last, and
-    may still be in the cache. The map that follows begins with what is read here at the end."""
-    turn = t * tl.num_programs(0) + tl.program_id(0)
-    return tl.cdiv(rows, ROWS) - 1 - turn
 
 
 @triton.jit
@@ -86,7 +78,7 @@ def _sums(
     once = tl.zeros((FOLD, COLUMNS), tl.float32)
     twice = tl.zeros((FOLD, COLUMNS), tl.float32)
     for t in tl.range(tiles, num_stages=STAGES):
-        live, there = _tile(_from_the_end(t, rows, ROWS), view, cols, inside, rows, c, ROWS)
+        live, there = _tile(t * tl.num_programs(0) + tl.program_id(0), view, cols, inside, rows, c, ROWS)
         x = tl.load(x_ptr + there, live, other=0.0).to(tl.float32)
         x = tl.where(live, x - first[None, :], 0.0)
         once += _fold(x, FOLD)
@@ -135,7 +127,7 @@ def _gradient_sums(
     once = tl.zeros((FOLD, COLUMNS), tl.float32)
     twice = tl.zeros((FOLD, COLUMNS), tl.float32)
     for t in tl.range(tiles, num_stages=STAGES):
-        live, there = _tile(_from_the_end(t, rows, ROWS), view, cols, inside, rows, c, ROWS)
+        live, there = _tile(t * tl.num_programs(0) + tl.program_id(0), view, cols, inside, rows, c, ROWS)
         d = tl.load(dy_ptr + there, live, other=0.0).to(tl.float32)
         if MORE:
             d += tl.load(more_ptr + there, live, other=0.0).to(tl.float32)

@@ -209,6 +209,9 @@ class Step:
                 print(f"this step cannot be captured in a CUDA graph ({reason}): going on compiled", file=sys.stderr)
                 self.mode = "compiled"
                 torch.cuda.synchronize()
+                # torch's own random numbers still believe in the capture; a copy of their state does not.
+                numbers = torch.cuda.default_generators[torch.cuda.current_device()]
+                numbers.graphsafe_set_state(numbers.clone_state())
                 return self._plain(batch, u)
         self._graph.replay()
         return None

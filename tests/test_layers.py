@@ -105,7 +105,7 @@ def compare_network(*, stem: str, batch: int, size: int, device: str) -> None:
         return max(float((p.grad - q.grad).norm() / (q.grad.norm() + 1e-6)) for p, q in pairs)
 
     torch.testing.assert_close(outputs[1].double(), outputs[2], rtol=1e-2, atol=1e-2)
-    assert error(quick) < 3 * error(plain) + 1e-4
+    assert error(quick) < 3 * error(plain) + 1e-3
     for mine, theirs in zip(quick.buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
 
