@@ -49,7 +49,7 @@ def test_the_alpha_study_varies_the_weight_and_nothing_else():
     weights = {}
     for config in studies.alpha().values():
         same = dataclasses.replace(config, method="curvssl", seed=0, alpha_curv=1.0)
-        assert same == dataclasses.replace(paper_cifar10(), epochs=100, method="curvssl")
+        assert same == dataclasses.replace(paper_cifar10(), epochs=100, warmup_epochs=50, method="curvssl")
         weights.setdefault(config.method, set()).add(config.alpha_curv)
     assert weights["curvssl"] == weights["kernel-curvssl"] == {1, 10, 100}
 
