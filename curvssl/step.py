@@ -6,10 +6,13 @@ learning rate), so nothing in it waits for the host and a captured step can be r
 
 import hashlib
 import os
+import shutil
 import sys
+import time
 import types
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from curvssl.models import Net, per_view
 
 # What makes the gradients, the terms to log of each part of the loss, and both views' embeddings.
 Forward = tuple[Callable[[], None], list[Tensor], Tensor]
+KEEP_DAYS = 30  # after the last run of a state of the code, what was compiled for it goes
 WARM_STEPS = 3  # real steps taken before a capture: they compile, and they make the optimiser's state
 
 
@@ -252,7 +256,14 @@ def keep_compile_cache() -> None:
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     sources = sorted(Path(__file__).parent.glob("*.py"))
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "curvssl" / "compiled" / digest[:16]))
+    folder = Path.home() / ".cache" / "curvssl" / "compiled" / digest[:16]
+    if os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder)) == str(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)  # used today
+        for other in folder.parent.iterdir():
+            with suppress(FileNotFoundError):  # another process was faster
+                if time.time() - other.stat().st_mtime > KEEP_DAYS * 24 * 3600:
+                    shutil.rmtree(other)
 
 
 def make_optimizer(

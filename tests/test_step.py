@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import os
 import signal
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from curvssl.augment import Augment
 from curvssl.config import demo
 from curvssl.data import load
 from curvssl.models import Net, make_net, per_view
-from curvssl.step import Step, make_optimizer
+from curvssl.step import Step, keep_compile_cache, make_optimizer
 from curvssl.train import Stopped, make_criterion, pretrain
 
 BATCH = 64
@@ -54,6 +56,20 @@ def take(step: Step, steps: int, *, lr: float = 1e-3) -> None:
         rows = torch.randperm(1437, generator=numbers)[:BATCH].to(step.device)
         u = torch.rand(2, BATCH, step.augment.draws, generator=numbers).to(step.device)
         step(rows, u, lr * (s + 1) / steps)
+
+
+def test_what_was_compiled_is_kept_for_a_month_after_its_last_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")  # and so it comes back as it was
+    keep_compile_cache()
+    ours = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    now = time.time()
+    for name, days in ((ours.name, 40), ("old", 31), ("recent", 29)):
+        (ours.parent / name).mkdir(exist_ok=True)
+        os.utime(ours.parent / name, (now, now - days * 24 * 3600))
+    keep_compile_cache()
+    assert {folder.name for folder in ours.parent.iterdir()} == {ours.name, "recent"}
 
 
 def test_two_views_in_one_pass_are_what_two_passes_would_be():
