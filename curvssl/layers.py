@@ -15,15 +15,28 @@ from curvssl.overlap import convolve, second_stream
 from curvssl.stem import pool
 
 
-def takes(net: nn.Module) -> bool:
+def takes(net: Any) -> bool:
     """Whether `encode` knows this network: a plain ResNet of basic blocks, like ResNet-18 and 34."""
     from torchvision.models.resnet import BasicBlock, ResNet
 
     if type(net) is not ResNet or any(type(block) is not BasicBlock for block in blocks_of(net)):
         return False
-    norms = [module for module in net.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    usual = all(bn.affine and bn.track_running_stats and bn.momentum is not None for bn in norms)
-    return usual and isinstance(net.maxpool, nn.MaxPool2d | nn.Identity) and isinstance(net.fc, nn.Identity)
+    blocks = blocks_of(net)
+    shortcuts = [block.downsample for block in blocks if block.downsample is not None]
+    if any(not isinstance(shortcut, nn.Sequential) or len(shortcut) != 2 for shortcut in shortcuts):
+        return False
+    convs = [net.conv1, *(conv for block in blocks for conv in (block.conv1, block.conv2)), *(s[0] for s in shortcuts)]
+    norms = [net.bn1, *(norm for block in blocks for norm in (block.bn1, block.bn2)), *(s[1] for s in shortcuts)]
+    return (
+        all(isinstance(conv, nn.Conv2d) and conv.bias is None and not isinstance(conv.padding, str) for conv in convs)
+        and {(conv.groups, conv.dilation, conv.padding_mode) for conv in convs} == {(1, (1, 1), "zeros")}
+        and all(isinstance(norm, nn.BatchNorm2d) and norm.affine and norm.training for norm in norms)
+        and all(norm.track_running_stats and norm.momentum == net.bn1.momentum is not None for norm in norms)
+        and all(isinstance(part.relu, nn.ReLU) for part in (net, *blocks))
+        and str(net.maxpool) in (str(nn.MaxPool2d(3, 2, 1)), str(nn.Identity()))
+        and str(net.avgpool) == str(nn.AdaptiveAvgPool2d((1, 1)))
+        and isinstance(net.fc, nn.Identity)
+    )
 
 
 def blocks_of(net: Any) -> list[Any]:

@@ -132,7 +132,7 @@ def _gradient_sums(
         if MORE:
             d += tl.load(more_ptr + there, live, other=0.0).to(tl.float32)
         hat = (tl.load(x_ptr + there, live, other=0.0).to(tl.float32) - mean[None, :]) * inverse[None, :]
-        if RESIDUAL:
+        if RESIDUAL and RELU:
             d = tl.where(tl.load(y_ptr + there, live, other=0.0).to(tl.float32) <= 0, 0.0, d)
         elif RELU:
             d = tl.where(hat * weight[None, :] + bias[None, :] <= 0, 0.0, d)

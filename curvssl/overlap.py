@@ -41,7 +41,9 @@ class _Convolve(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,), (x, low) = grads, ctx.saved_tensors
-        d_weight = _beside(ctx, grad, x, low) if x.is_cuda else _weight_gradient(ctx, grad, x, low).to(ctx.weight)
+        d_weight = None
+        if ctx.needs_input_grad[1]:
+            d_weight = _beside(ctx, grad, x, low) if x.is_cuda else _weight_gradient(ctx, grad, x, low).to(ctx.weight)
         d_x = _input_gradient(ctx, grad, x, low) if ctx.needs_input_grad[0] else None
         return d_x, d_weight, None, None, None
 

@@ -83,11 +83,13 @@ class Step:
                 group["lr"] = lr
         try:
             (self._captured if self.mode == "captured" else self._plain)(batch, u)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            if self._taken:
+        except Exception as error:
+            if self._taken or not is_from_a_compiler(error):
                 raise
-            reason = str(error).strip().splitlines()[0]
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             print(f"this step cannot be compiled ({reason}): going on eagerly", file=sys.stderr)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()  # with what had begun on other streams
             self.mode, self._loss, self._forward, self._by_hand = "eager", self.loss, self._whole, False
             self._plain(batch, u)
         self._taken += 1
@@ -235,6 +237,11 @@ class Step:
         return float(torch.nn.utils.get_total_norm(gradients))
 
 
+def is_from_a_compiler(error: Exception) -> bool:
+    """Whether torch's compiler or Triton's gave up."""
+    return isinstance(error, torch._dynamo.exc.TorchDynamoException) or type(error).__module__.startswith("triton.")
+
+
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function with a code object of its own: torch.compile gives up on one that it has compiled eight times,
     and a process may train more often than that."""
@@ -258,12 +265,12 @@ def keep_compile_cache() -> None:
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
     folder = Path.home() / ".cache" / "curvssl" / "compiled" / digest[:16]
     if os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder)) == str(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        os.utime(folder)  # used today
-        for other in folder.parent.iterdir():
-            with suppress(FileNotFoundError):  # another process was faster
+        with suppress(OSError):  # a full or read-only disk is no reason not to train
+            folder.mkdir(parents=True, exist_ok=True)
+            os.utime(folder)  # used today
+            for other in folder.parent.iterdir():
                 if time.time() - other.stat().st_mtime > KEEP_DAYS * 24 * 3600:
-                    shutil.rmtree(other)
+                    shutil.rmtree(other, ignore_errors=True)  # another process may be at it too
 
 
 def make_optimizer(

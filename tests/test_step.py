@@ -220,12 +220,13 @@ def check_agreement(step: Step, eager: Step, *, start: Net, bf16: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
-def test_what_cannot_be_captured_goes_on_compiled_with_one_line(capfd: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("encoder", ["resnet-mini", "resnet18"])
+def test_what_cannot_be_captured_goes_on_compiled_with_one_line(encoder: str, capfd: pytest.CaptureFixture[str]):
     class Asks(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * (1.0 if float(x.detach().sum()) > 0 else 2.0)  # a question to the host
 
-    step = make_step("barlow-twins", "captured", torch.device("cuda"))
+    step = make_step("barlow-twins", "captured", torch.device("cuda"), net=small_net(encoder))
     step.net.projector.append(Asks())
     take(step, 6)
     assert step.mode == "compiled"
