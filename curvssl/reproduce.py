@@ -197,16 +197,21 @@ def study_rows(name: str, *, results: Path) -> tuple[list[str], list[list[str]]]
         first = bases[dataset, c["epochs"]]
         base = groups[first]
         pairs = [by_seed[s]["probes"]["mlp"]["mean"] - base[s]["probes"]["mlp"]["mean"] for s in by_seed if s in base]
-        rest = group.removeprefix(f"{dataset}-{method}").replace("-", ", ").replace("alpha", "α ")
         paper = PAPER.get((dataset, method)) if name in ("faithful", "literal") else None
         accuracy = (spread([f["probes"][p]["mean"] for f in by_seed.values()]) for p in ("mlp", "linear", "knn"))
         over = "" if group == first else difference(pairs)
         last = [f["curves"][-1] for f in by_seed.values()]
         watched = (f"{statistics.mean(row[key] for row in last):.{digits}f}" for key, digits in WATCHED)
-        what = [f"{dataset}, {NAMES[method]}{rest}", str(len(by_seed)), f"{paper:.1f}" if paper else "–"]
+        what = [f"{dataset}, {row_name(group, c)}", str(len(by_seed)), f"{paper:.1f}" if paper else "–"]
         rows.append([*what, *accuracy, over, *watched])
     over = "over Barlow Twins" if any("barlow" in base for base in bases.values()) else "over the first"
     return ["", "seeds", "paper", "mlp (the paper's)", "linear", "kNN", over, "ρ", "effective rank"], rows
+
+
+def row_name(cell: str, config: dict[str, Any]) -> str:
+    """What a cell shares with those that differ in their seed alone, and with cells of other data sets."""
+    rest = re.sub(r"-seed\d+", "", cell).removeprefix(f"{config['dataset']}-{config['method']}")
+    return NAMES[config["method"]] + rest.replace("-", ", ").replace("alpha", "α ")
 
 
 def difference(pairs: Sequence[float]) -> str:
@@ -225,20 +230,25 @@ def study_table(name: str, *, results: Path) -> str:
     return table(header, rows) if rows else f"{name}: no results yet in {results / name}"
 
 
+def looks(cells: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """Colour and label of the curves of cells, {name: configuration}: one for each row of the table or, if these are
+    too many to tell apart, one for each method."""
+    labels = {cell: row_name(cell, config) for cell, config in cells.items()}
+    if len({*labels.values()}) > len(COLOURS):
+        labels = {cell: NAMES[config["method"]] for cell, config in cells.items()}
+    names = sorted({*labels.values()})
+    if {*names} <= {*NAMES.values()}:
+        names = [*NAMES.values()]  # a method has its colour in every figure
+    return {cell: {"color": COLOURS[names.index(label)], "label": label} for cell, label in labels.items()}
+
+
 def draw_figures(name: str, *, results: Path) -> list[Path]:
     """Training curves of a study and its maps, one figure a data set, as PNG and PDF in results/figures; the PNGs."""
     cells = read_results(name, results=results)
     drawn = []
     for dataset in sorted({found["config"]["dataset"] for found in cells.values()}):
         mine = {cell: found for cell, found in cells.items() if found["config"]["dataset"] == dataset}
-        methods = sorted({found["config"]["method"] for found in mine.values()})
-        style = {
-            cell: {
-                "color": COLOURS[methods.index(found["config"]["method"])],
-                "label": NAMES[found["config"]["method"]],
-            }
-            for cell, found in mine.items()
-        }
+        style = looks({cell: found["config"] for cell, found in mine.items()})
         curves = {cell: found["curves"] for cell, found in mine.items()}
         title = f"{name}: {dataset}, one line a seed"
         out = results / "figures" / f"curves-{name}-{dataset}"

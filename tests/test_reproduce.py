@@ -54,6 +54,18 @@ def test_the_alpha_study_varies_the_weight_and_nothing_else():
     assert weights["curvssl"] == weights["kernel-curvssl"] == {1, 10, 100}
 
 
+def test_curves_have_a_colour_for_each_row_and_where_these_are_too_many_for_each_method():
+    for name, labels in (("alpha", 7), ("recipe", 3)):
+        cells = {cell: c.to_dict() for cell, c in studies.study_of(name).items() if c.dataset == "cifar10"}
+        drawn = reproduce.looks(cells)
+        assert (
+            len({look["label"] for look in drawn.values()}) == len({look["color"] for look in drawn.values()}) == labels
+        )
+    seeds = [reproduce.looks(cells)[f"cifar10-vicreg-{kind}"] for kind in ("cosine", "cosine-wide")]
+    alone = reproduce.looks({"mnist-vicreg-seed2": {"dataset": "mnist", "method": "vicreg"}})
+    assert seeds == [alone["mnist-vicreg-seed2"]] * 2
+
+
 def test_a_study_is_run_once_and_its_cells_say_where_they_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(studies.STUDIES, "tiny", tiny)
     where = {"results": tmp_path / "results", "runs": tmp_path / "runs"}
