@@ -59,11 +59,11 @@ def make_step(stem: str, batch: int, method: str, mode: str) -> tuple[Any, Calla
     """The product's own step on random images, and one call of it."""
     from curvssl.augment import Augment
     from curvssl.config import PretrainConfig
+    from curvssl.models import seek_fastest_convolutions
     from curvssl.step import Step, make_optimizer
     from curvssl.train import make_criterion
 
-    torch.backends.cudnn.benchmark = True
-    torch.backends.cudnn.benchmark_limit = 0  # try all algorithms, not the first ten
+    seek_fastest_convolutions()
     device = torch.device("cuda")
     net = network(stem)
     config = PretrainConfig(method=method)
@@ -172,9 +172,10 @@ def floor(stem: str, batch: int, ceiling: dict[str, float]) -> dict[str, Any]:
     """
     from torchvision.models.resnet import BasicBlock
 
+    from curvssl.models import seek_fastest_convolutions
+
     net = network(stem).bfloat16()
-    torch.backends.cudnn.benchmark = True
-    torch.backends.cudnn.benchmark_limit = 0  # try all algorithms, not the first ten
+    seek_fastest_convolutions()
     seen: list[tuple[Tensor, Tensor, nn.Conv2d]] = []
     residual = {id(module.bn2) for module in net.modules() if isinstance(module, BasicBlock)}
     bytes_moved = 0

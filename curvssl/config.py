@@ -196,7 +196,7 @@ def paper_mnist() -> PretrainConfig:
         projector_depth=2,
         gamma="median",  # "RBF": no width is given; the median heuristic needs no tuning
         schedule="constant",  # none is mentioned; on CIFAR-10 cosine is no better (docs/reproduction.md)
-        warmup_epochs=10,  # not in the paper: a tenth of the run, as CIFAR-10 needs to keep out of the trap
+        warmup_epochs=10,  # not in the paper: a tenth of the run; CIFAR-10 needs one to keep out of a trap
         holdout=0.0,  # the paper pretrains on the whole training split
         monitor_every=25,  # not in the paper, and changes nothing of what is learned
         augment=AugmentConfig(

@@ -19,9 +19,11 @@ def takes(net: Any) -> bool:
     """Whether `encode` knows this network: a plain ResNet of basic blocks, like ResNet-18 and 34."""
     from torchvision.models.resnet import BasicBlock, ResNet
 
-    if type(net) is not ResNet or any(type(block) is not BasicBlock for block in blocks_of(net)):
+    if type(net) is not ResNet:
         return False
     blocks = blocks_of(net)
+    if any(type(block) is not BasicBlock for block in blocks):
+        return False
     shortcuts = [block.downsample for block in blocks if block.downsample is not None]
     if any(not isinstance(shortcut, nn.Sequential) or len(shortcut) != 2 for shortcut in shortcuts):
         return False
@@ -74,9 +76,9 @@ class _Layers:
             low = [torch.empty_like(weight, dtype=x.dtype) for weight in exact]
             torch._foreach_copy_(low, exact)  # all in one launch
         self.low = dict(zip(weights, low, strict=True))
-        self.norms = [module for module in net.modules() if isinstance(module, nn.BatchNorm2d)]
-        sizes = [8 * bn.num_features for bn in self.norms]
-        self.zeros = dict(zip(self.norms, torch.zeros(sum(sizes), device=x.device).split(sizes), strict=True))
+        norms = [module for module in net.modules() if isinstance(module, nn.BatchNorm2d)]
+        sizes = [8 * bn.num_features for bn in norms]
+        self.zeros = dict(zip(norms, torch.zeros(sum(sizes), device=x.device).split(sizes), strict=True))
         self.statistics: dict[nn.Module, Tensor] = {}
 
     def convolve(self, layer: nn.Conv2d, x: Tensor) -> Tensor:

@@ -26,6 +26,12 @@ class ResNetMini(nn.Module):
         return self.stages(self.stem(x)).mean((2, 3))
 
 
+def seek_fastest_convolutions() -> None:
+    """For training, which meets the same shapes again and again: cuDNN times all its algorithms, not the first ten."""
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark_limit = 0
+
+
 def make_encoder(name: str, *, stem: str = "imagenet", channels: int = 3) -> nn.Module:
     """A backbone that maps (b, channels, H, W) to (b, d_h): resnet18, resnet-mini or timm:NAME."""
     if name.startswith("timm:"):

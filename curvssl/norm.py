@@ -19,6 +19,7 @@ TILE = {"ROWS": 64, "COLUMNS": COLUMNS, "num_warps": 4}  # of a map over all pix
 SUMS = {"ROWS": 32, "FOLD": 16, "COLUMNS": COLUMNS, "STAGES": 3, "num_warps": 4}
 PROGRAMS = 528  # four for each of 132 multiprocessors: a sum over pixels is spread over about this many
 
+# What is read for the last time in a pass is the first to leave the cache (evict_first).
 # Sums are of x − x₀, x₀ the view's first pixel: it has about the size of the others, so the variance keeps its digits.
 
 

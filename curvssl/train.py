@@ -24,6 +24,7 @@ from curvssl.config import PretrainConfig, UserError
 from curvssl.data import Dataset, describe, load_on_ranks
 from curvssl.features import readable
 from curvssl.folders import write_bad_images
+from curvssl.models import seek_fastest_convolutions
 from curvssl.rundir import Run, lock, provenance, write_json
 from curvssl.step import Step, keep_compile_cache, make_optimizer
 
@@ -77,8 +78,7 @@ def _train(run: Run, data: Dataset, *, device: torch.device, progress: bool) -> 
     net = run.make_net(channels=channels).to(device)
     net = net.to(memory_format=torch.channels_last)  # faster convolutions, on CPU too
     if device.type == "cuda":
-        torch.backends.cudnn.benchmark = True
-        torch.backends.cudnn.benchmark_limit = 0  # try all algorithms, not the first ten
+        seek_fastest_convolutions()
     if ranks > 1:
         distributed.synchronise(net, device=device)
     optimizer = make_optimizer(

@@ -58,11 +58,27 @@ def gpu() -> str:
     return markdown(header, rows, "gpu.json")
 
 
+def steps_of(found: Any) -> dict[tuple[str, str], float]:
+    """(stem, method or peer) → ms a step at b = 256, of a run of the benchmark."""
+    every = [r for r in found["steps"] + found["peers"] if r["batch"] == 256]
+    return {(r["stem"], r.get("method") or r["peer"]): r["ms"] for r in every}
+
+
+def gpu_hosts() -> str:
+    """What depends on the host, in two runs; the ratios are to our CurvSSL step in the first of them."""
+    runs = [read("gpu.json"), read("gpu-4e2fe86.json")]
+    ours = steps_of(runs[0])
+    rows = [["augmentation of 512 views, kornia", *(f"{run['augmentation']['kornia_ms']:.1f} ms" for run in runs)]]
+    for stem, name in STEMS.items():
+        theirs = [steps_of(run)[stem, "lightly"] for run in runs]
+        cells = [f"{ms:.1f} ms, {ms / ours[stem, 'curvssl']:.1f}× our CurvSSL step" for ms in theirs]
+        rows.append([f"Barlow Twins' step, lightly, {name} stem", *cells])
+    return markdown(("", "this run", "the run before"), rows, "gpu-4e2fe86.json")
+
+
 def speed() -> str:
     """README's short form: our CurvSSL step beside lightly's Barlow Twins step."""
-    found = read("gpu.json")
-    every = [r for r in found["steps"] + found["peers"] if r["batch"] == 256]
-    ms = {(r["stem"], r.get("method") or r["peer"]): r["ms"] for r in every}
+    ms = steps_of(read("gpu.json"))
     rows = []
     for stem, name in STEMS.items():
         ours, base, theirs = ms[stem, "curvssl"], ms[stem, "barlow-twins"], ms[stem, "lightly"]
@@ -304,6 +320,7 @@ MADE = (
     speed,
     gpu,
     gpu_rest,
+    gpu_hosts,
     gpu_floors,
     gpu_sharing,
     gpu_profile,

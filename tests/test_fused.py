@@ -58,8 +58,8 @@ def compare_alignment(n: int, *, device: str) -> None:
         score = score.to(device).requires_grad_()
         exact = score.detach().double().requires_grad_()
         centred = exact - exact.mean(1, keepdim=True)
-        deviation = centred.square().mean(1, keepdim=True)
-        c = centred / (torch.where(deviation == 0, 0, torch.where(deviation == 0, 1, deviation).sqrt()) + 1e-5)
+        variance = centred.square().mean(1, keepdim=True)
+        c = centred / (torch.where(variance == 0, 0, torch.where(variance == 0, 1, variance).sqrt()) + 1e-5)
         matrix = c[0][:, None] * c[1][None, :] / n
         oracle = (matrix.diagonal() - 1).square().sum(), matrix.square().sum() - matrix.diagonal().square().sum()
         *terms, rho = fused.alignment(score, eps=1e-5)
