@@ -28,8 +28,9 @@ FLOPS = {"imagenet": 0.217e9, "small": 3.329e9}  # forward + backward of ResNet-
 METHODS = ("barlow-twins", "vicreg", "curvssl", "kernel-curvssl")
 
 
-def images(n: int = IMAGES) -> Tensor:
-    return torch.randint(0, 256, (n, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+def images(n: int = IMAGES, *, device: str = "cpu") -> Tensor:
+    numbers = torch.Generator(device).manual_seed(0)
+    return torch.randint(0, 256, (n, 3, 32, 32), dtype=torch.uint8, device=device, generator=numbers)
 
 
 def median_ms(work: Callable[[], Any], *, times: int = 40, repeats: int = 5) -> float:
@@ -72,7 +73,7 @@ def make_step(stem: str, batch: int, method: str, mode: str) -> tuple[Any, Calla
         criterion=make_criterion(config),
         augment=Augment(size=32, mean=MEAN, std=STD, **vars(config.augment)).to(device),
         optimizer=make_optimizer(net, name="adam", lr=1e-3, weight_decay=1e-4, momentum=0.9, device=device, mode=mode),
-        images=images().to(device),
+        images=images(device="cuda"),
         device=device,
         bf16=True,
         mode=mode,
@@ -228,7 +229,7 @@ def ceilings() -> dict[str, float]:
 
 
 class Pictures(torch.utils.data.Dataset[Any]):
-    """The same random images as PIL pictures, as the peers take them."""
+    """Random images, too, as PIL pictures, as the peers take them."""
 
     def __init__(self, transform: Callable[[Any], Any]) -> None:
         self.pixels, self.transform = images().permute(0, 2, 3, 1).contiguous().numpy(), transform
@@ -309,7 +310,7 @@ def augmentation(views: int = 512) -> dict[str, float]:
 
     from curvssl.augment import Augment
 
-    x = images(views).cuda()
+    x = images(views, device="cuda")
     ours = Augment(size=32, mean=MEAN, std=STD).cuda()
     u = torch.rand(views, ours.draws, device="cuda")
     compiled = torch.compile(ours, dynamic=False)

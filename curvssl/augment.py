@@ -10,6 +10,7 @@ channels and the compiler then fuses the whole chain into one kernel.
 
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
 from itertools import permutations
 from typing import Any
 
@@ -18,6 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvssl.config import AugmentConfig, UserError
+
+if torch.cuda.is_available() and find_spec("triton"):
+    from curvssl import colour
+else:
+    colour = None  # type: ignore[assignment]
 
 Planes = tuple[Tensor, ...]
 
@@ -277,22 +283,12 @@ class Augment(nn.Module):
         return dict(zip(self.uniforms, u.split(list(self.uniforms.values()), dim=1), strict=True))
 
     def _views(self, x: Tensor, u: dict[str, Tensor]) -> Tensor:
-        recipe, rgb = self.recipe, x.shape[1] == 3
+        recipe = self.recipe
         x = self._framed(x, u)
         if "rotation" in u:
             x = rotate(x, uniform(u["rotation"][:, 0], -recipe.rotation, recipe.rotation))
-        if "jitter" in u or ("grayscale" in u and rgb):
-            planes = x.unbind(1)
-            if "jitter" in u:
-                factors, kinds, turns, slot = self.jitter_parameters(u["jitter"])
-                if rgb and recipe.hue > 0:
-                    planes = colour_jitter(planes, factors, kinds, turns, slot)
-                else:  # saturation means nothing without colours
-                    factors = factors if rgb else torch.where(kinds == SATURATION, 1, factors)
-                    planes = blend_in_turn(planes, factors, kinds)
-            if "grayscale" in u and rgb:
-                planes = grayscale(planes, u["grayscale"][:, 0] < recipe.grayscale)
-            x = torch.stack(planes, dim=1)
+        if "jitter" in u or ("grayscale" in u and x.shape[1] == 3):
+            x = self._coloured(x, u)
         if "blur" in u:
             on, u_sigma = u["blur"].split(1, dim=1)
             blurred = gaussian_blur(x, uniform(u_sigma[:, 0], *BLUR_SIGMA), kernel=self.blur_kernel)
@@ -316,6 +312,21 @@ class Augment(nn.Module):
         if flipped is not None:
             columns = torch.where(flipped, columns.flip(1), columns)
         return resample(x, rows, columns)
+
+    def _coloured(self, x: Tensor, u: dict[str, Tensor]) -> Tensor:
+        """Colour jitter and grayscale."""
+        recipe, rgb, planes = self.recipe, x.shape[1] == 3, x.unbind(1)
+        grey = u["grayscale"][:, 0] < recipe.grayscale if "grayscale" in u and rgb else None
+        if "jitter" in u:
+            factors, kinds, turns, slot = self.jitter_parameters(u["jitter"])
+            if rgb and recipe.hue > 0:
+                if colour is not None and torch.compiler.is_compiling() and grey is not None and colour.fits(x):
+                    return colour.jitter(x, factors, kinds, turns, slot, grey)  # the same in one kernel
+                planes = colour_jitter(planes, factors, kinds, turns, slot)
+            else:  # saturation means nothing without colours
+                factors = factors if rgb else torch.where(kinds == SATURATION, 1, factors)
+                planes = blend_in_turn(planes, factors, kinds)
+        return torch.stack(planes if grey is None else grayscale(planes, grey), dim=1)
 
     def jitter_parameters(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Factors and kinds (b, n) of the blends in order, turns and slot (b,) of the hue among them, if it is in use.

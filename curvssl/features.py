@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from curvssl import distributed
 from curvssl.augment import prepare
 from curvssl.config import UserError
+from curvssl.models import no_search
 from curvssl.rundir import write_atomic
 from curvssl.stream import Images
 
@@ -60,7 +61,7 @@ def extract(
     place = next(encoder.parameters(), torch.empty(0)).device
     bf16 = precision == "bf16" or (precision == "auto" and place.type == "cuda")
     hs, zs = [], []
-    with _eval_mode(nets), _no_search(), torch.autocast(place.type, dtype=torch.bfloat16, enabled=bf16):
+    with _eval_mode(nets), no_search(), torch.autocast(place.type, dtype=torch.bfloat16, enabled=bf16):
         for batch in images.split(batch_size):
             x = prepare(batch.to(place, non_blocking=True), size=size, mean=mean, std=std)
             hs.append(encoder(x))
@@ -99,17 +100,6 @@ def readable(images: Images) -> Tensor:
     for bad in distributed.from_all(dict(images.bad)):
         images.bad.update(bad)
     return images.places()
-
-
-@contextmanager
-def _no_search() -> Iterator[None]:
-    """Without the search for the fastest convolutions that training turns on: here each shape is met for a moment."""
-    searches = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = searches
 
 
 @contextmanager

@@ -4,12 +4,14 @@ Convolutions are cuDNN's, or stem.py's for the first; BatchNorm, ReLU and residu
 running statistics go to the second stream (overlap.py). The compiler would have to trace it all to gain nothing.
 """
 
+import copy
 import itertools
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from curvssl.models import no_search
 from curvssl.norm import normalise
 from curvssl.overlap import convolve, second_stream
 from curvssl.stem import pool
@@ -64,6 +66,14 @@ def encode(net: Any, x: Tensor) -> Tensor:
         found = layers.normalise(block.bn2, out, residual=shortcut, fork=reader is not None)
     layers.keep_statistics()
     return found.flatten(1) if found.shape[2:] == (1, 1) else found.mean((2, 3))
+
+
+def rehearse(net: Any, images: int, size: int, dtype: torch.dtype, stream: torch.cuda.Stream) -> None:
+    """A pass of a copy, forward and back, which leaves the kernels for such images compiled."""
+    # cuDNN's plans are a thread's own, and what it timed beside other work could be the wrong one.
+    with torch.cuda.stream(stream), no_search():
+        x = torch.zeros(images, net.conv1.in_channels, size, size, dtype=dtype, device=stream.device)
+        encode(copy.deepcopy(net), x.contiguous(memory_format=torch.channels_last)).sum().backward()
 
 
 class _Layers:

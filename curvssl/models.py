@@ -1,6 +1,8 @@
 """The encoder f and the projector g."""
 
 import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,17 @@ def seek_fastest_convolutions() -> None:
     """For training, which meets the same shapes again and again: cuDNN times all its algorithms, not the first ten."""
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.benchmark_limit = 0
+
+
+@contextmanager
+def no_search() -> Iterator[None]:
+    """Without the search for the fastest convolutions that training turns on: for shapes that are met for a moment."""
+    searches = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = searches
 
 
 def make_encoder(name: str, *, stem: str = "imagenet", channels: int = 3) -> nn.Module:

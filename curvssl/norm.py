@@ -51,7 +51,7 @@ def _tile(index, view, cols, inside, rows, c, ROWS: tl.constexpr):
     """Which numbers of a view's tile there are, and where they lie."""
     row = index * ROWS + tl.arange(0, ROWS)
     live = (row < rows)[:, None] & inside[None, :]
-    return live, (view * rows + row)[:, None] * c + cols[None, :]
+    return live, (view * rows + row).to(tl.int64)[:, None] * c + cols[None, :]
 
 
 @triton.jit

@@ -173,7 +173,7 @@ def _pool(x_ptr, y_ptr, code_ptr, outputs, h, w, c, PIXELS: tl.constexpr, COLUMN
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row, col = pixel // (w // 2) % (h // 2) * 2 - 1, pixel % (w // 2) * 2 - 1
-    image = pixel // ((h // 2) * (w // 2))
+    image = (pixel // ((h // 2) * (w // 2))).to(tl.int64)
     inside = (pixel < outputs)[:, None] & (cols < c)[None, :]
     best = tl.full((PIXELS, COLUMNS), float("-inf"), tl.float32)
     code = tl.full((PIXELS, COLUMNS), 4, tl.int8)
@@ -185,7 +185,7 @@ def _pool(x_ptr, y_ptr, code_ptr, outputs, h, w, c, PIXELS: tl.constexpr, COLUMN
         better = (value > best) | (value != value)
         best = tl.where(better, value, best)
         code = tl.where(better, place, code).to(tl.int8)
-    there = pixel[:, None] * c + cols[None, :]
+    there = pixel.to(tl.int64)[:, None] * c + cols[None, :]
     tl.store(y_ptr + there, best, inside)
     tl.store(code_ptr + there, code, inside)
 
@@ -204,10 +204,10 @@ def _pool_gradient(dy_ptr, code_ptr, dx_ptr, outputs, h, w, c, PIXELS: tl.conste
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     i, j = pixel // (w // 2) % (h // 2), pixel % (w // 2)
-    image = pixel // ((h // 2) * (w // 2))
+    image = (pixel // ((h // 2) * (w // 2))).to(tl.int64)
     here = (pixel < outputs)[:, None] & (cols < c)[None, :]
     right, below = here & (j + 1 < w // 2)[:, None], here & (i + 1 < h // 2)[:, None]
-    at = pixel[:, None] * c + cols[None, :]
+    at = pixel.to(tl.int64)[:, None] * c + cols[None, :]
     at_right, at_below = at + c, at + (w // 2) * c
     out = ((image * h + 2 * i) * w + 2 * j)[:, None] * c + cols[None, :]
     tl.store(dx_ptr + out, _taken(dy_ptr, code_ptr, at, here, 4), here)

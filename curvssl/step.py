@@ -12,6 +12,7 @@ import time
 import types
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,19 @@ class Step:
                 return self.copies(net.projector(h), readers)
 
         views, project = compiled(lambda batch, u: self.views(batch, u).to(low)), compiled(projected)
-        return lambda batch, u, readers: project(layers.encode(net.encoder, views(batch, u)), readers)
+
+        def embed(batch: Tensor, u: Tensor, readers: int) -> tuple[Tensor, ...]:
+            if self._taken or not batch.is_cuda:
+                x = views(batch, u)
+            else:  # the encoder's kernels are compiled while the compiler is at the views
+                with ThreadPoolExecutor(1) as beside:
+                    shape = (2 * len(batch), self.augment.size, low, torch.cuda.current_stream())
+                    done = beside.submit(layers.rehearse, net.encoder, *shape)
+                    x = views(batch, u)
+                    done.result()
+            return project(layers.encode(net.encoder, x), readers)
+
+        return embed
 
     def _whole(self, batch: Tensor, u: Tensor) -> Forward:
         loss, logged, z = self._loss(batch, u)
