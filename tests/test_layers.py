@@ -85,7 +85,7 @@ def compare_pool(shape: tuple[int, int, int, int], *, device: str) -> None:
     torch.testing.assert_close(torch.autograd.grad(y, x, g), torch.autograd.grad(expected, x, g))
 
 
-def compare_network(*, stem: str, batch: int, size: int, device: str, bf16: bool = False) -> None:
+def compare_network(*, stem: str, batch: int, size: int, device: str, bf16: bool = False, slack: float = 1e-3) -> None:
     """Outputs, gradients and running statistics of a pass by hand against the plain one's, and float64."""
     from curvssl import layers
 
@@ -109,7 +109,7 @@ def compare_network(*, stem: str, batch: int, size: int, device: str, bf16: bool
     # Beside float64 no output and no layer's gradient is much worse than what rounding does to the plain pass.
     assert error(outputs[1], outputs[2]) < 2 * error(outputs[0], outputs[2]) + 1e-4
     for mine, theirs, right in zip(quick.parameters(), plain.parameters(), exact.parameters(), strict=True):
-        assert error(mine.grad, right.grad) < 2 * error(theirs.grad, right.grad) + 1e-3
+        assert error(mine.grad, right.grad) < 2 * error(theirs.grad, right.grad) + slack
     for mine, theirs in zip(quick.buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(
             mine, theirs, **({"rtol": 5e-2, "atol": 5e-2} if bf16 else {"rtol": 1e-3, "atol": 1e-3})
@@ -157,7 +157,8 @@ def test_pool_equals_torchs_on_the_device() -> None:
 @pytest.mark.parametrize("stem", ["imagenet", "small"])
 def test_a_pass_by_hand_equals_the_plain_one_on_the_device(stem: str, bf16: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    compare_network(stem=stem, batch=64, size=32, device="cuda", bf16=bf16)
+    # A single one of the last layer's 64 · 512 values that rounding lifts over the ReLU's edge is 1/√32768 of the gradient.
+    compare_network(stem=stem, batch=64, size=32, device="cuda", bf16=bf16, slack=1e-2)
 
 
 def test_other_networks_are_left_to_the_compiler() -> None:
