@@ -141,6 +141,20 @@ def gpu_sharing() -> str:
     return markdown(("processes", "ms a step of all, plain", "with MPS"), rows, "gpu-notes.json")
 
 
+def gpu_shares() -> str:
+    """Several processes, each with a share of the multiprocessors; what they compute then."""
+    rows = [
+        [
+            *(str(r["processes"]), f"{r['percent']} %", r["step"]),
+            f"{1e3 / r['steps_per_s']:.2f}" if r["steps_per_s"] else "",
+            *(r[key] or "" for key in ("first", "later")),
+        ]
+        for r in read("gpu-notes.json")["shares"]
+    ]
+    header = ("processes", "multiprocessors for each", "step", "ms a step of all", "L_emb, first step", "steps 6 to 50")
+    return markdown(header, rows, "gpu-notes.json", key="shares_provenance")
+
+
 def gpu_profile() -> str:
     """Where the time of a step went."""
     rows = [
@@ -188,6 +202,25 @@ def trap() -> str:
         )
     header = ("cell", "effective rank r", "r / (r + λ(d − r))", "C's diagonal", "L_emb")
     return markdown(header, rows, "recipe/, literal/", "the last epoch's means; commits in their tables")
+
+
+def maps() -> str:
+    """How well UMAP's maps keep neighbourhoods, and how far they set the classes apart."""
+    found = [json.loads(file.read_text()) for file in sorted((HERE / "faithful" / "maps").glob("*.json"))]
+    rows = [[one["cell"], *(f"{one['quality'][key]:.2f}" for key in ("trustworthiness", "silhouette"))] for one in found]
+    made = f"commit {', '.join(sorted({one['provenance']['commit'] for one in found}))}"
+    return markdown(("cell", "trustworthiness", "silhouette of the classes"), rows, "faithful/maps/", made)
+
+
+def repeated() -> str:
+    """Cells that were run twice with the same seed."""
+    rows, commits = [], set()
+    for file in sorted((HERE / "repeated").glob("*.json")):
+        runs = [json.loads(file.read_text()), read(f"faithful/{file.name}")]
+        cells = [[f"{run['probes'][probe]['mean']:.2f}" for run in runs] for probe in ("mlp", "linear", "knn")]
+        rows.append([file.stem, *(" → ".join(pair) for pair in cells)])
+        commits.add(" → ".join(run["provenance"]["commit"] for run in runs))
+    return markdown(("cell", "mlp", "linear", "kNN"), rows, "repeated/ → faithful/", f"commits {', '.join(commits)}")
 
 
 def gpu_kernels() -> str:
@@ -323,11 +356,14 @@ MADE = (
     gpu_hosts,
     gpu_floors,
     gpu_sharing,
+    gpu_shares,
     gpu_profile,
     gpu_kernels,
     gpu_parts,
     gpu_start_up,
     trap,
+    maps,
+    repeated,
     probe_notes,
     probe_augmented,
     gpu_experiments,
