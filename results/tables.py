@@ -207,7 +207,8 @@ def trap() -> str:
 def maps() -> str:
     """How well UMAP's maps keep neighbourhoods, and how far they set the classes apart."""
     found = [json.loads(file.read_text()) for file in sorted((HERE / "faithful" / "maps").glob("*.json"))]
-    rows = [[one["cell"], *(f"{one['quality'][key]:.2f}" for key in ("trustworthiness", "silhouette"))] for one in found]
+    keys = ("trustworthiness", "silhouette")
+    rows = [[one["cell"], *(f"{one['quality'][key]:.2f}" for key in keys)] for one in found]
     made = f"commit {', '.join(sorted({one['provenance']['commit'] for one in found}))}"
     return markdown(("cell", "trustworthiness", "silhouette of the classes"), rows, "faithful/maps/", made)
 

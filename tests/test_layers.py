@@ -157,7 +157,7 @@ def test_pool_equals_torchs_on_the_device() -> None:
 @pytest.mark.parametrize("stem", ["imagenet", "small"])
 def test_a_pass_by_hand_equals_the_plain_one_on_the_device(stem: str, bf16: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    # A single one of the last layer's 64 · 512 values that rounding lifts over the ReLU's edge is 1/√32768 of the gradient.
+    # One of the last layer's 64 · 512 values that rounding lifts over the ReLU's edge is 1/√32768 of the gradient.
     compare_network(stem=stem, batch=64, size=32, device="cuda", bf16=bf16, slack=1e-2)
 
 
