@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from curvssl import distributed, losses, stream, watch
 from curvssl.augment import Augment
 from curvssl.config import PretrainConfig, UserError
 from curvssl.data import Dataset, describe, load_on_ranks
-from curvssl.features import readable
 from curvssl.folders import write_bad_images
 from curvssl.models import seek_fastest_convolutions
 from curvssl.rundir import Run, lock, provenance, write_json
@@ -149,8 +148,8 @@ def _train(run: Run, data: Dataset, *, device: torch.device, progress: bool) -> 
     fit_there = fit.to(place)
     rows = (fit_there[batch[mine]] for batch in batches(len(fit), config, first=done, last=last, device=place))
     inputs = stream.stream(data.train.images, rows, device=device) if images is None else rows
-    bar = progress_bar(last, done, hidden=not progress, title=run.path.name)
-    charts = tensorboard(run.path, done=done) if main else nullcontext(lambda row: None)
+    bar = watch.progress_bar(last, done, hidden=not progress, title=run.path.name)
+    charts = watch.tensorboard(run.path, done=done) if main else nullcontext(lambda row: None)
     with stopping() as signals, bar as show, charts as chart:
         for s, batch in enumerate(inputs, done):
             numbers.manual_seed(mix(config.seed, s))
@@ -168,7 +167,7 @@ def _train(run: Run, data: Dataset, *, device: torch.device, progress: bool) -> 
                 row |= {"grad_norm": step.gradient_norm(), "lr": lr, "views_per_s": views / took}
                 watch.alarm(row, d_z=config.d_z, batch_size=config.batch_size, warned=warned)
                 if config.monitor_every and (row["epoch"] % config.monitor_every == 0 or done == last):
-                    row |= monitor(net, data, images, fit, held, size=config.image_size, device=device)
+                    row |= watch.monitor(net, data, images, fit, held, size=config.image_size, device=device)
                 row["seconds"] = seconds + time.monotonic() - started
                 unreadable = unreadable_images(data)
                 if main:
@@ -285,38 +284,6 @@ def learning_rate(s: int, config: PretrainConfig, *, steps_per_epoch: int) -> fl
     return config.lr * (1 + math.cos(math.pi * max(0.0, s - warm) / (whole - warm))) / 2
 
 
-def monitor(
-    net: Any,
-    data: Dataset,
-    images: Tensor | None,
-    fit: Tensor,
-    held: Tensor,
-    *,
-    size: int,
-    device: torch.device,
-) -> dict[str, float]:
-    """A kNN on the held-out rows, where there are labels; `images` are the training images if they are in memory."""
-    if data.train.labels is None:
-        return {}
-    fit = fit[len(held) :] if fit[: len(held)].equal(held) else fit
-    if not isinstance(data.train.images, Tensor):  # an unreadable image's stand-in has another label
-        good = readable(data.train.images)
-        fit, held = (rows[torch.isin(rows, good)] for rows in (fit, held))
-    accuracy = watch.knn_accuracy(
-        net,
-        data.train.images if images is None else images,
-        data.train.labels,
-        fit=fit,
-        held=held,
-        size=size,
-        mean=data.mean,
-        std=data.std,
-        classes=len(data.classes),
-        device=device,
-    )
-    return {"knn": accuracy}
-
-
 @contextmanager
 def stopping() -> Iterator[list[int]]:
     """Signals that ask to stop are noted here and answered at the next step, with a checkpoint."""
@@ -330,39 +297,3 @@ def stopping() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def progress_bar(last: int, done: int, *, hidden: bool, title: str) -> Iterator[Any]:
-    from tqdm import tqdm
-
-    form = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
-    with tqdm(total=last, initial=done, desc=title, disable=hidden, bar_format=form, mininterval=0) as bar:
-
-        def show(done: int, loss: float, views: int, since: float) -> None:
-            bar.set_postfix_str(f"loss {loss:.4g}, {views / (time.monotonic() - since):,.0f} views/s", refresh=False)
-            bar.update(done - bar.n)
-
-        yield show
-
-
-@contextmanager
-def tensorboard(folder: Path, *, done: int) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function that charts a row of metrics in TensorBoard, or does nothing where that is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        yield lambda row: None
-        return
-    if not distributed.is_main():
-        yield lambda row: None
-        return
-    # What an interrupted process charted after the checkpoint is done again: purge_step hides it.
-    with SummaryWriter(str(folder), purge_step=done + 1) as writer:
-
-        def chart(row: dict[str, Any]) -> None:
-            for name, value in row.items():
-                writer.add_scalar(name, value, row["step"])
-            writer.flush()
-
-        yield chart

@@ -1,7 +1,12 @@
-"""What is looked at while training: spread and rank of the embeddings, ρ, a kNN on held-out images; and what to say."""
+"""What is looked at while training: spread and rank of the embeddings, ρ, a kNN on held-out images; what to say of it,
+and where it is shown."""
 
 import math
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,8 +14,9 @@ from torch import Tensor
 
 from curvssl import distributed
 from curvssl.config import UserError
+from curvssl.data import Dataset
 from curvssl.distributed import gather
-from curvssl.features import extract_over_ranks
+from curvssl.features import extract_over_ranks, readable
 from curvssl.losses import CurvSSLLoss, Loss, standardise
 from curvssl.models import Net
 from curvssl.probes import knn
@@ -73,6 +79,38 @@ def knn_accuracy(
     return knn(bank.h, bank.y, asked.h, asked.y, classes=classes, device=device).accuracy[0]
 
 
+def monitor(
+    net: Any,
+    data: Dataset,
+    images: Tensor | None,
+    fit: Tensor,
+    held: Tensor,
+    *,
+    size: int,
+    device: torch.device,
+) -> dict[str, float]:
+    """A kNN on the held-out rows, where there are labels; `images` are the training images if they are in memory."""
+    if data.train.labels is None:
+        return {}
+    fit = fit[len(held) :] if fit[: len(held)].equal(held) else fit
+    if not isinstance(data.train.images, Tensor):  # an unreadable image's stand-in has another label
+        good = readable(data.train.images)
+        fit, held = (rows[torch.isin(rows, good)] for rows in (fit, held))
+    accuracy = knn_accuracy(
+        net,
+        data.train.images if images is None else images,
+        data.train.labels,
+        fit=fit,
+        held=held,
+        size=size,
+        mean=data.mean,
+        std=data.std,
+        classes=len(data.classes),
+        device=device,
+    )
+    return {"knn": accuracy}
+
+
 def alarm(row: dict[str, Any], *, d_z: int, batch_size: int, warned: set[str]) -> None:
     """Stop on a loss that is no number; warn, once each, of embeddings that have collapsed."""
     if not math.isfinite(row["loss"]):
@@ -99,3 +137,39 @@ def alarm(row: dict[str, Any], *, d_z: int, batch_size: int, warned: set[str]) -
             warned.add(name)
             if distributed.is_main():
                 print(f"\n{name} in epoch {row['epoch']}: {advice}", file=sys.stderr)
+
+
+@contextmanager
+def progress_bar(last: int, done: int, *, hidden: bool, title: str) -> Iterator[Any]:
+    from tqdm import tqdm
+
+    form = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+    with tqdm(total=last, initial=done, desc=title, disable=hidden, bar_format=form, mininterval=0) as bar:
+
+        def show(done: int, loss: float, views: int, since: float) -> None:
+            bar.set_postfix_str(f"loss {loss:.4g}, {views / (time.monotonic() - since):,.0f} views/s", refresh=False)
+            bar.update(done - bar.n)
+
+        yield show
+
+
+@contextmanager
+def tensorboard(folder: Path, *, done: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A function that charts a row of metrics in TensorBoard, or does nothing where that is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        yield lambda row: None
+        return
+    if not distributed.is_main():
+        yield lambda row: None
+        return
+    # What an interrupted process charted after the checkpoint is done again: purge_step hides it.
+    with SummaryWriter(str(folder), purge_step=done + 1) as writer:
+
+        def chart(row: dict[str, Any]) -> None:
+            for name, value in row.items():
+                writer.add_scalar(name, value, row["step"])
+            writer.flush()
+
+        yield chart

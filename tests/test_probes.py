@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from curvssl.config import UserError
 from curvssl.evaluate import probe_features
 from curvssl.features import Features
-from curvssl.probes import LINEAR, MLP, PROBES, _draw, predict, standardised, summary, train_heads
+from curvssl.heads import LINEAR, MLP, _draw, predict, train_heads
+from curvssl.probes import PROBES, standardised, summary
 
 Data = tuple[Tensor, Tensor, Tensor, Tensor]
 
