@@ -141,6 +141,7 @@ def alarm(row: dict[str, Any], *, d_z: int, batch_size: int, warned: set[str]) -
 
 @contextmanager
 def progress_bar(last: int, done: int, *, hidden: bool, title: str) -> Iterator[Any]:
+    """A function that moves a bar on: steps done, the loss, and how many views there were since when."""
     from tqdm import tqdm
 
     form = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
@@ -159,9 +160,6 @@ def tensorboard(folder: Path, *, done: int) -> Iterator[Callable[[dict[str, Any]
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        yield lambda row: None
-        return
-    if not distributed.is_main():
         yield lambda row: None
         return
     # What an interrupted process charted after the checkpoint is done again: purge_step hides it.

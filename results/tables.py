@@ -206,7 +206,7 @@ def trap() -> str:
 
 def maps() -> str:
     """How well UMAP's maps keep neighbourhoods, and how far they set the classes apart."""
-    found = [json.loads(file.read_text()) for file in sorted((HERE / "faithful" / "maps").glob("*.json"))]
+    found = [read(f"faithful/maps/{file.name}") for file in sorted((HERE / "faithful" / "maps").glob("*.json"))]
     keys = ("trustworthiness", "silhouette")
     rows = [[one["cell"], *(f"{one['quality'][key]:.2f}" for key in keys)] for one in found]
     made = f"commit {', '.join(sorted({one['provenance']['commit'] for one in found}))}"
@@ -217,7 +217,7 @@ def repeated() -> str:
     """Cells that were run twice with the same seed."""
     rows, commits = [], set()
     for file in sorted((HERE / "repeated").glob("*.json")):
-        runs = [json.loads(file.read_text()), read(f"faithful/{file.name}")]
+        runs = [read(f"{folder}/{file.name}") for folder in ("repeated", "faithful")]
         cells = [[f"{run['probes'][probe]['mean']:.2f}" for run in runs] for probe in ("mlp", "linear", "knn")]
         rows.append([file.stem, *(" → ".join(pair) for pair in cells)])
         commits.add(" → ".join(run["provenance"]["commit"] for run in runs))
