@@ -193,7 +193,7 @@ def trap() -> str:
     rows = []
     for cell, found in sorted(cells.items()):
         c, last = found["config"], found["curves"][-1]
-        if last["effective_rank"] > 10 or c["method"] == "vicreg":
+        if last["effective_rank"] > 20 or c["method"] == "vicreg":
             continue
         d, rank = c["d_z"], last["effective_rank"]
         best, seen = rank / (rank + c["lambda_emb"] * (d - rank)), 1 - (last["invariance"] / d) ** 0.5
