@@ -6,7 +6,8 @@ A table stands between `<!-- table NAME -->` and `<!-- end -->`; NAME is a funct
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +66,20 @@ def steps_of(found: Any) -> dict[tuple[str, str], float]:
 
 
 def gpu_hosts() -> str:
-    """What depends on the host, in two runs; the ratios are to our CurvSSL step in the first of them."""
-    runs = [read("gpu.json"), read("gpu-4e2fe86.json")]
-    ours = steps_of(runs[0])
+    """What depends on the host, in two runs; each ratio is to our CurvSSL step of its own run."""
+    runs = [read("gpu.json"), read("gpu-43ca994.json")]
     rows = [["augmentation of 512 views, kornia", *(f"{run['augmentation']['kornia_ms']:.1f} ms" for run in runs)]]
     for stem, name in STEMS.items():
-        theirs = [steps_of(run)[stem, "lightly"] for run in runs]
-        cells = [f"{ms:.1f} ms, {ms / ours[stem, 'curvssl']:.1f}× our CurvSSL step" for ms in theirs]
+        rows.append([f"our CurvSSL step, {name} stem", *(f"{steps_of(run)[stem, 'curvssl']:.2f} ms" for run in runs)])
+    for stem, name in STEMS.items():
+        both = [(ms[stem, "lightly"], ms[stem, "curvssl"]) for ms in map(steps_of, runs)]
+        cells = [f"{theirs:.1f} ms, {theirs / ours:.1f}× our CurvSSL step" for theirs, ours in both]
         rows.append([f"Barlow Twins' step, lightly, {name} stem", *cells])
-    return markdown(("", "this run", "the run before"), rows, "gpu-4e2fe86.json")
+    for method in ("curvssl", "kernel-curvssl"):
+        for stem, name in STEMS.items():
+            over = [steps_of(run)[stem, method] / steps_of(run)[stem, "barlow-twins"] - 1 for run in runs]
+            rows.append([f"{method} over barlow-twins, {name} stem", *(f"{share:+.1%}" for share in over)])
+    return markdown(("b = 256", "this run", "the run before"), rows, "gpu-43ca994.json")
 
 
 def speed() -> str:
@@ -330,6 +336,15 @@ def communication() -> str:
     return markdown((*header, "neighbours, GFLOP a rank", "neighbours, ms a rank"), rows, "gpu.json")
 
 
+def device_minutes(cells: Iterable[Any]) -> float:
+    """How long at least one of them was running; a cell's JSON is written when it ends."""
+    ends = [(datetime.fromisoformat(cell["provenance"]["created"]).timestamp(), cell) for cell in cells]
+    spent, until = 0.0, 0.0
+    for start, end in sorted((end - cell["seconds_with_probes"], end) for end, cell in ends):
+        spent, until = spent + max(0.0, end - max(start, until)), max(until, end)
+    return spent / 60
+
+
 def of_study(name: str) -> Callable[[], str]:
     """The table of a study of `curvssl reproduce`."""
 
@@ -341,8 +356,7 @@ def of_study(name: str) -> Callable[[], str]:
             return "No cell of this study has been run yet.\n"
         from_ = [cell["provenance"] for cell in cells.values()]
         devices, commits = (", ".join(sorted({str(p[key]) for p in from_})) for key in ("device", "commit"))
-        minutes = sum(cell["seconds_with_probes"] for cell in cells.values()) / 60
-        spent = f"{minutes:.0f} minutes of all cells together, some of which shared the device"
+        spent = f"{device_minutes(cells.values()):.0f} minutes of the device, which several may have shared"
         where = f"{len(cells)} cells, {spent}: {devices}, commit {commits}"
         return markdown(*study_rows(name, results=HERE), f"{name}/", where)
 

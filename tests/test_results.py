@@ -1,6 +1,7 @@
 """Every table in README and docs is what results/ says, and every result says where it comes from."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,14 @@ RESULTS = sorted((ROOT / "results").rglob("*.json"))
 def test_the_documents_are_up_to_date_with_the_results():
     done = subprocess.run([sys.executable, ROOT / "results/tables.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_cells_that_share_the_device_count_once():
+    def cell(ends: str, minutes: float) -> dict[str, object]:
+        return {"provenance": {"created": f"2026-01-01T00:{ends}:00Z"}, "seconds_with_probes": 60 * minutes}
+
+    device_minutes = runpy.run_path(str(ROOT / "results/tables.py"))["device_minutes"]
+    assert device_minutes([cell("10", 4), cell("30", 1), cell("08", 4), cell("09", 1)]) == pytest.approx(6 + 1)
 
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.name)
