@@ -1,4 +1,4 @@
-"""The demo, timed whole, and its training step against the bare cost of the encoder, on this machine's CPU.
+"""The demo, timed whole, and its training step piece by piece beside the bare encoder, on this machine's CPU.
 
 python benchmarks/demo.py [--out results/demo.json]
 """
@@ -40,7 +40,7 @@ def milliseconds(works: dict[str, Callable[[], Any]], *, rounds: int = 15) -> di
 
 
 def step_costs() -> dict[str, float]:
-    """A whole CurvSSL step, and forward + backward of the encoder alone on as many views."""
+    """A whole CurvSSL step; forward + backward of the encoder alone on as many views; and the other pieces alone."""
     config = dataclasses.replace(demo(), device="cpu")
     data, device = load("digits"), torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder:
@@ -61,10 +61,16 @@ def step_costs() -> dict[str, float]:
     u = torch.rand(2, config.batch_size, step.augment.draws)
     views = torch.randn(2 * config.batch_size, 3, config.image_size, config.image_size)
     views = views.contiguous(memory_format=torch.channels_last)
+    h = net.encoder(views).detach()
+    z0, z1 = (torch.randn(config.batch_size, config.d_z, requires_grad=True) for _ in range(2))
     return milliseconds(
         {
             "step_ms": lambda: step(rows, u, 1e-3),
             "encoder_forward_backward_ms": lambda: net.encoder(views).sum().backward(),
+            "views_ms": lambda: step.views(rows, u),
+            "projector_ms": lambda: net.projector(h).sum().backward(),
+            "loss_ms": lambda: step.criterion(z0, z1).backward(),
+            "optimizer_ms": step.optimizer.step,
         }
     )
 
@@ -79,10 +85,11 @@ def main() -> None:
         subprocess.run([sys.executable, "-m", "curvssl", "demo", "--out", folder], check=True)
         seconds = time.perf_counter() - started
         runs = [Run.read(Path(folder) / method) for method in CHOICES["method"]]
+        training = sum(run.read_json("provenance.json")["seconds"] for run in runs)
         probed = {NAMES[run.config.method]: run.read_json("probes.json") for run in runs}
         floors = {name: probed["CurvSSL"][name] for name in ("raw pixels", "random encoder")}
         accuracy = floors | {name: {p: probes[p] for p in PROBES} for name, probes in probed.items()}
-    found = {"seconds": seconds, "threads": torch.get_num_threads()} | costs
+    found = {"seconds": seconds, "training_seconds": training, "threads": torch.get_num_threads()} | costs
     found |= {"accuracy": accuracy, "provenance": provenance(device="CPU")}
     out.write_text(json.dumps(found, indent=1) + "\n")
     share = costs["encoder_forward_backward_ms"] / costs["step_ms"]
