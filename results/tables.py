@@ -40,6 +40,26 @@ def demo() -> str:
     return markdown(("", *next(iter(found["accuracy"].values()))), rows, "demo.json")
 
 
+def demo_costs() -> str:
+    """Where the demo's time goes."""
+    found = read("demo.json")
+    step = found["step_ms"]
+    names = {
+        "encoder, forward and backward": "encoder_forward_backward_ms",
+        "two views": "views_ms",
+        "projector, forward and backward": "projector_ms",
+        "loss, forward and backward": "loss_ms",
+        "Adam": "optimizer_ms",
+    }
+    rows = [
+        ["the whole demo", f"{found['seconds']:.0f} s", ""],
+        ["of it training, four runs", f"{found['training_seconds']:.0f} s", ""],
+        ["a CurvSSL step", f"{step:.0f} ms", "100%"],
+        *([f"{name}, alone", f"{found[key]:.1f} ms", f"{found[key] / step:.0%}"] for name, key in names.items()),
+    ]
+    return markdown(("", "time", "of a step"), rows, "demo.json")
+
+
 def gpu() -> str:
     """Steps, with what each costs over Barlow Twins, and the peers of the same run."""
     found = read("gpu.json")
@@ -365,6 +385,7 @@ def of_study(name: str) -> Callable[[], str]:
 
 MADE = (
     demo,
+    demo_costs,
     speed,
     gpu,
     gpu_rest,
