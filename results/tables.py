@@ -86,19 +86,23 @@ def steps_of(found: Any) -> dict[tuple[str, str], float]:
 
 
 def gpu_hosts() -> str:
-    """What depends on the host, in two runs; each ratio is to our CurvSSL step of its own run."""
+    """What depends on the host, in two runs; each ratio is of one run."""
     runs = [read("gpu.json"), read("gpu-43ca994.json")]
+    ms = [steps_of(run) for run in runs]
     rows = [["augmentation of 512 views, kornia", *(f"{run['augmentation']['kornia_ms']:.1f} ms" for run in runs)]]
     for stem, name in STEMS.items():
-        rows.append([f"our CurvSSL step, {name} stem", *(f"{steps_of(run)[stem, 'curvssl']:.2f} ms" for run in runs)])
-    for stem, name in STEMS.items():
-        both = [(ms[stem, "lightly"], ms[stem, "curvssl"]) for ms in map(steps_of, runs)]
-        cells = [f"{theirs:.1f} ms, {theirs / ours:.1f}× our CurvSSL step" for theirs, ours in both]
-        rows.append([f"Barlow Twins' step, lightly, {name} stem", *cells])
-    for method in ("curvssl", "kernel-curvssl"):
-        for stem, name in STEMS.items():
-            over = [steps_of(run)[stem, method] / steps_of(run)[stem, "barlow-twins"] - 1 for run in runs]
-            rows.append([f"{method} over barlow-twins, {name} stem", *(f"{share:+.1%}" for share in over)])
+        ours, theirs = ([run[stem, method] for run in ms] for method in ("curvssl", "lightly"))
+        ratios = [f"{y:.1f} ms, {y / x:.1f}× our CurvSSL step" for x, y in zip(ours, theirs, strict=True)]
+        rows += [
+            [f"our CurvSSL step, {name} stem", *(f"{x:.2f} ms" for x in ours)],
+            [f"Barlow Twins' step, lightly, {name} stem", *ratios],
+        ]
+        for method in ("curvssl", "kernel-curvssl"):
+            over = [f"{run[stem, method] / run[stem, 'barlow-twins'] - 1:+.1%}" for run in ms]
+            rows.append([f"{method} over barlow-twins, {name} stem", *over])
+    for start, name in (("cold", "nothing compiled before"), ("warm", "with what that left in the cache")):
+        seconds = [run["start_up"][f"{start}_first_step_s"] for run in runs]
+        rows.append([f"to the first step, {name}", *(f"{s:.0f} s" for s in seconds)])
     return markdown(("b = 256", "this run", "the run before"), rows, "gpu-43ca994.json")
 
 
@@ -228,6 +232,22 @@ def trap() -> str:
         )
     header = ("cell", "effective rank r", "r / (r + λ(d − r))", "C's diagonal", "L_emb")
     return markdown(header, rows, "recipe/, literal/", "the last epoch's means; commits in their tables")
+
+
+def literal_runs() -> str:
+    """Run by run, those of the literal study that can be caught: how soon, and what is left."""
+    from curvssl.reproduce import read_results
+
+    rows = []
+    for cell, found in read_results("literal", results=HERE).items():
+        if found["config"]["method"] == "vicreg":
+            continue
+        (early,) = (row for row in found["curves"] if row["epoch"] == 5)
+        last = found["curves"][-1]
+        ranks = [f"{row['effective_rank']:.0f}" for row in (early, last)]
+        rows.append([cell, *ranks, f"{last['invariance']:.0f}", f"{found['probes']['mlp']['mean']:.1f}"])
+    header = ("cell", "effective rank after 5 epochs", "at the end", "invariance at the end", "mlp")
+    return markdown(header, sorted(rows), "literal/", "commits in the table above")
 
 
 def maps() -> str:
@@ -398,6 +418,7 @@ MADE = (
     gpu_parts,
     gpu_start_up,
     trap,
+    literal_runs,
     maps,
     repeated,
     probe_notes,
