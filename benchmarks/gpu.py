@@ -3,7 +3,7 @@
     python benchmarks/gpu.py [--out results/gpu.json]
 
 Every figure is a whole step, device synchronised, warm-up left out, the median of several repeats. Steps are compiled
-in parallel processes; these wait for each other, and then each is timed with the device to itself.
+in parallel processes; for cuDNN's search and for the timing each has the device to itself.
 """
 
 import argparse
@@ -92,10 +92,26 @@ def make_step(stem: str, batch: int, method: str, mode: str) -> tuple[Any, Calla
     return step, call
 
 
+def search(stem: str, batch: int) -> None:
+    """One pass, forward and back, for which cuDNN times its algorithms; a process keeps what it found."""
+    from curvssl import layers, overlap
+    from curvssl.models import seek_fastest_convolutions
+
+    seek_fastest_convolutions()
+    x = torch.randn(2 * batch, 3, 32, 32, device="cuda", dtype=torch.bfloat16)
+    with overlap.one_stream():
+        layers.encode(network(stem).encoder, x.contiguous(memory_format=torch.channels_last)).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
 def step_worker(stem: str, batch: int, ready: Any, turn: Any, answers: Any) -> None:
     """All objectives of one network and batch in one process, so that cuDNN has chosen the same algorithms for them;
     they take turns, ten times, when every process has compiled and no other is timing."""
     try:
+        with turn:
+            search(stem, batch)
+        ready.wait()
         calls, room = {}, {}
         for method in METHODS:
             before = torch.cuda.memory_reserved()
@@ -105,11 +121,11 @@ def step_worker(stem: str, batch: int, ready: Any, turn: Any, answers: Any) -> N
             torch.cuda.synchronize()
             assert step.mode == "captured"
             room[method] = (torch.cuda.memory_reserved() - before) / 1e9
+        ready.wait()
     except Exception as error:
         answers.put({"error": f"{stem}, {batch}: {type(error).__name__}: {error}"})
+        ready.abort()
         raise
-    finally:
-        ready.wait()
     with turn:
         rounds: dict[str, list[float]] = {method: [] for method in METHODS}
         for _ in range(10):

@@ -18,6 +18,8 @@ from curvssl.kernels import MEDIAN_POINTS
 POINTS = MEDIAN_POINTS  # rows of distances to this many stay in one program's registers; with more, topk is faster
 WIDTH = 2048  # and so does one point of this many dimensions
 NEIGHBORS = 16
+ROWS = 4  # points a program of the search takes
+UNROLL = tl.constexpr(4)
 
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps)  # as in kernels.inverse_root
 SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -32,8 +34,8 @@ def fits(x: Tensor, *, k: int) -> bool:
 
 @triton.jit
 def _select(
-    x_ptr, index_ptr, sum_ptr, score_ptr, distance_ptr, done_ptr, n, d, SCORE: tl.constexpr,
-    K: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
+    x_ptr, index_ptr, sum_ptr, score_ptr, distance_ptr, n, d, SCORE: tl.constexpr, K: tl.constexpr,
+    PAD: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """For ROWS points: their K nearest, and with SCORE S = Σ_a u_a and c = (‖S‖² − Σ_a ‖u_a‖²) / 2, else distances."""
     view = tl.program_id(1)
@@ -41,15 +43,15 @@ def _select(
     points = tl.arange(0, N)
     x_ptr += view * n * d
 
-    square = tl.zeros((ROWS, N, CHUNK), tl.float32)
-    for start in range(0, d, CHUNK):
+    squares = tl.zeros((ROWS, N, CHUNK), tl.float32)
+    for start in tl.range(0, d, CHUNK, loop_unroll_factor=UNROLL):
         column = start + tl.arange(0, CHUNK)
         inside = column < d
         q = tl.load(x_ptr + rows[:, None] * d + column[None, :], (rows < n)[:, None] & inside[None, :], other=0.0)
         p = tl.load(x_ptr + points[:, None] * d + column[None, :], (points < n)[:, None] & inside[None, :], other=0.0)
         edge = p[None, :, :] - q[:, None, :]
-        square += edge * edge
-    distance = tl.sum(square, 2)  # (ROWS, N)
+        squares += edge * edge
+    distance = tl.sum(squares, 2)  # (ROWS, N)
 
     # A float that is not negative sorts like its bits: distance and index in one number find both with one minimum.
     key = (distance.to(tl.int32, bitcast=True).to(tl.int64) << 32) | points[None, :].to(tl.int64)
@@ -57,28 +59,46 @@ def _select(
     if not SCORE:
         place = (view * n + rows)[:, None] * n + points[None, :]
         tl.store(distance_ptr + place, distance, (rows < n)[:, None] & (points < n)[None, :])
-        if tl.program_id(0) == 0:
-            tl.store(done_ptr + view, 0)
 
-    dims = tl.arange(0, D)
-    live = (rows < n)[:, None] & (dims < d)[None, :]
-    centre = tl.load(x_ptr + rows[:, None] * d + dims[None, :], live, other=0.0)
-    total = tl.zeros((ROWS, D), tl.float32)
-    units = tl.zeros((ROWS,), tl.float32)
-    for a in tl.static_range(K):
+    for i in tl.static_range(K):
         least = tl.min(key, 1)
         key = tl.where(key == least[:, None], TAKEN, key)
-        index = (least & 0xFFFFFFFF).to(tl.int32)
-        square_a = (least >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        tl.store(index_ptr + (view * n + rows) * K + a, index, rows < n)
-        if SCORE:
-            edge = tl.load(x_ptr + index[:, None] * d + dims[None, :], live, other=0.0) - centre
-            zero = square_a <= TINY
-            total += edge * tl.where(zero, 0.0, 1 / tl.sqrt(tl.where(zero, 1.0, square_a)))[:, None]
-            units += tl.where(zero, 0.0, 1.0)
+        tl.store(index_ptr + (view * n + rows) * K + i, (least & 0xFFFFFFFF).to(tl.int32), rows < n)
     if SCORE:
-        tl.store(sum_ptr + (view * n + rows)[:, None] * d + dims[None, :], total, live)
-        tl.store(score_ptr + view * n + rows, (tl.sum(total * total, 1) - units) / 2, rows < n)
+        tl.debug_barrier()  # every thread of the program sees the indices
+        a = tl.arange(0, PAD)
+        live = (rows < n)[:, None] & (a < K)[None, :]
+        index = tl.load(index_ptr + (view * n + rows)[:, None] * K + a[None, :], live, other=0)
+        square = tl.zeros((ROWS, PAD), tl.float32)
+        for start in range(0, d, WIDE):
+            edge = _edges(x_ptr, rows, index, live, start + tl.arange(0, WIDE), n, d)
+            square += tl.sum(edge * edge, 2)
+        inverse = _inverse_root(square, live)
+        norm = tl.zeros((ROWS,), tl.float32)
+        for start in range(0, d, WIDE):
+            dims = start + tl.arange(0, WIDE)
+            total = tl.sum(_edges(x_ptr, rows, index, live, dims, n, d) * inverse[:, :, None], 1)
+            inside = (rows < n)[:, None] & (dims < d)[None, :]
+            tl.store(sum_ptr + (view * n + rows)[:, None] * d + dims[None, :], total, inside)
+            norm += tl.sum(total * total, 1)
+        units = tl.sum(tl.where(inverse > 0, 1.0, 0.0), 1)
+        tl.store(score_ptr + view * n + rows, (norm - units) / 2, rows < n)
+
+
+@triton.jit
+def _edges(x_ptr, rows, index, live, dims, n, d):
+    """Of some points' edges to their neighbours, some dimensions: (ROWS, PAD, WIDE), all loads under way at once."""
+    centre = tl.load(x_ptr + rows[:, None] * d + dims[None, :], (rows < n)[:, None] & (dims < d)[None, :], other=0.0)
+    mask = live[:, :, None] & (dims < d)[None, None, :]
+    neighbors = tl.load(x_ptr + index[:, :, None] * d + dims[None, None, :], mask, other=0.0)
+    return tl.where(mask, neighbors - centre[:, None, :], 0.0)
+
+
+@triton.jit
+def _inverse_root(square, live):
+    """1/√, or 0 for an edge that has no direction."""
+    zero = (square <= TINY) | ~live
+    return tl.where(zero, 0.0, 1 / tl.sqrt(tl.where(zero, 1.0, square)))
 
 
 @triton.jit
@@ -92,53 +112,65 @@ def _middle(bits, n):
 
 
 @triton.jit
-def _width(distance_ptr, median_ptr, done_ptr, width_ptr, n, N: tl.constexpr):
-    """One point's median distance; who comes last takes the median m² of all points', and γ = 1/(2m²)."""
+def _median(distance_ptr, median_ptr, n, N: tl.constexpr):
+    """One point's median distance to the others, as bits."""
     row, view = tl.program_id(0), tl.program_id(1)
     points = tl.arange(0, N)
     distance = tl.load(distance_ptr + (view * n + row) * n + points, points < n, other=0.0)
     bits = tl.where((points < n) & (points != row), distance.to(tl.int32, bitcast=True), LAST)
     tl.store(median_ptr + view * n + row, _middle(bits, n))
-    if tl.atomic_add(done_ptr + view, 1, sem="acq_rel") == n - 1:
-        medians = tl.load(median_ptr + view * n + points, points < n, other=LAST, cache_modifier=".cg")
-        twice = 2 * _middle(medians, n).to(tl.float32, bitcast=True)
-        tl.store(width_ptr + view, tl.where(twice > SMALLEST, 1 / tl.where(twice > SMALLEST, twice, 1.0), 1.0))
+
+
+@triton.jit
+def _weigh(weight_ptr, gradient_ptr, place, live, n):
+    """The gradient for some scores of the terms' weighted sum, from those of the two terms (2, 2, n)."""
+    first = tl.load(gradient_ptr + place, live, other=0.0)
+    second = tl.load(gradient_ptr + 2 * n + place, live, other=0.0)
+    return tl.load(weight_ptr) * first + tl.load(weight_ptr + 1) * second
 
 
 @triton.jit
 def _score_gradient(
-    grad_ptr, x_ptr, index_ptr, sum_ptr, out_ptr, n, d, K: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr
+    weight_ptr, gradient_ptr, x_ptr, index_ptr, sum_ptr, out_ptr, n, d,
+    K: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """∂c/∂e_a = (S − u_a ⟨u_a, S⟩) / ‖e_a‖, added to the neighbour and taken from the centre."""
     view = tl.program_id(1)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    dims = tl.arange(0, D)
-    live = (rows < n)[:, None] & (dims < d)[None, :]
+    a = tl.arange(0, PAD)
+    live = (rows < n)[:, None] & (a < K)[None, :]
+    index = tl.load(index_ptr + (view * n + rows)[:, None] * K + a[None, :], live, other=0)
+    grad = _weigh(weight_ptr, gradient_ptr, view * n + rows, rows < n, n)
     x_ptr += view * n * d
+    sum_ptr += view * n * d
     out_ptr += view * n * d
-    place = rows[:, None] * d + dims[None, :]
-    centre = tl.load(x_ptr + place, live, other=0.0)
-    total = tl.load(sum_ptr + view * n * d + place, live, other=0.0)
-    grad = tl.load(grad_ptr + view * n + rows, rows < n, other=0.0)
-    own = tl.zeros((ROWS, D), tl.float32)
-    for a in tl.static_range(K):
-        index = tl.load(index_ptr + (view * n + rows) * K + a, rows < n, other=0)
-        there = index[:, None] * d + dims[None, :]
-        edge = tl.load(x_ptr + there, live, other=0.0) - centre
-        square = tl.sum(edge * edge, 1)
-        zero = square <= TINY
-        inverse = tl.where(zero, 0.0, 1 / tl.sqrt(tl.where(zero, 1.0, square)))
-        u = edge * inverse[:, None]
-        push = (total - u * tl.sum(u * total, 1)[:, None]) * (grad * inverse)[:, None]
-        tl.atomic_add(out_ptr + there, push, live, sem="relaxed")
-        own -= push
-    tl.atomic_add(out_ptr + place, own, live, sem="relaxed")
+    square = tl.zeros((ROWS, PAD), tl.float32)
+    along = tl.zeros((ROWS, PAD), tl.float32)
+    for start in range(0, d, WIDE):
+        dims = start + tl.arange(0, WIDE)
+        inside = (rows < n)[:, None] & (dims < d)[None, :]
+        total = tl.load(sum_ptr + rows[:, None] * d + dims[None, :], inside, other=0.0)
+        edge = _edges(x_ptr, rows, index, live, dims, n, d)
+        square += tl.sum(edge * edge, 2)
+        along += tl.sum(edge * total[:, None, :], 2)
+    inverse = _inverse_root(square, live)
+    for start in range(0, d, WIDE):
+        dims = start + tl.arange(0, WIDE)
+        inside = (rows < n)[:, None] & (dims < d)[None, :]
+        total = tl.load(sum_ptr + rows[:, None] * d + dims[None, :], inside, other=0.0)
+        edge = _edges(x_ptr, rows, index, live, dims, n, d)
+        push = total[:, None, :] - edge * (along * inverse * inverse)[:, :, None]
+        push *= (grad[:, None] * inverse)[:, :, None]
+        mask = live[:, :, None] & (dims < d)[None, None, :]
+        tl.atomic_add(out_ptr + index[:, :, None] * d + dims[None, None, :], push, mask, sem="relaxed")
+        tl.atomic_add(out_ptr + rows[:, None] * d + dims[None, :], -tl.sum(push, 1), inside, sem="relaxed")
 
 
 @triton.jit
 def _rbf(
-    grad_ptr, x_ptr, index_ptr, width_ptr, out_ptr, n, d,
-    K: tl.constexpr, PAD: tl.constexpr, D: tl.constexpr, BACKWARD: tl.constexpr, PRECISION: tl.constexpr,
+    weight_ptr, gradient_ptr, x_ptr, index_ptr, median_ptr, width_ptr, out_ptr, used_ptr, n, d, K: tl.constexpr,
+    PAD: tl.constexpr, N: tl.constexpr, D: tl.constexpr, MEDIAN: tl.constexpr, BACKWARD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of one point's neighbours: Σ_{a<b} exp(−γ‖x_a − x_b‖²), or its gradient −2γ (x_a Σ_b k_ab − Σ_b k_ab x_b)."""
     row, view = tl.program_id(0), tl.program_id(1)
@@ -149,18 +181,26 @@ def _rbf(
     there = view * n * d + index[:, None] * d + dims[None, :]
     centre = tl.load(x_ptr + (view * n + row) * d + dims, dims < d, other=0.0)
     edge = tl.where(live, tl.load(x_ptr + there, live, other=0.0) - centre[None, :], 0.0)
-    gamma = tl.load(width_ptr + view)
+    if MEDIAN:  # γ = 1/(2m²), m² the median of all points' medians: sooner found by each than waited for by all
+        points = tl.arange(0, N)
+        medians = tl.load(median_ptr + view * n + points, points < n, other=LAST)
+        twice = 2 * _middle(medians, n).to(tl.float32, bitcast=True)
+        gamma = tl.where(twice > SMALLEST, 1 / tl.where(twice > SMALLEST, twice, 1.0), 1.0)
+    else:
+        gamma = tl.load(width_ptr + view)
     own = tl.sum(edge * edge, 1)
     product = tl.dot(edge, tl.trans(edge), input_precision=PRECISION)
     square = tl.maximum(own[:, None] + own[None, :] - 2 * product, 0.0)
     pair = (a < K)[:, None] & (a < K)[None, :] & (a[:, None] != a[None, :])
     local = tl.where(pair, tl.exp(-gamma * square), 0.0)
     if BACKWARD:
-        grad = tl.load(grad_ptr + view * n + row)
+        grad = _weigh(weight_ptr, gradient_ptr, view * n + row, True, n)
         pull = edge * tl.sum(local, 1)[:, None] - tl.dot(local, edge, input_precision=PRECISION)
         tl.atomic_add(out_ptr + there, -2 * gamma * grad * pull, live, sem="relaxed")
     else:
         tl.store(out_ptr + view * n + row, tl.sum(local) / 2)
+        if row == 0:
+            tl.store(used_ptr + view, gamma)
 
 
 @triton.jit
@@ -204,131 +244,112 @@ def _alignment(score_ptr, term_ptr, grad_ptr, n, EPS: tl.constexpr, N: tl.conste
     tl.store(grad_ptr + n + i, _unstandardise(push * t0 + 2 * t1 * q0 / n, c1, inverse1, slope1, live, n), live)
 
 
-def _shape(n: int, d: int) -> dict[str, int]:
-    """Block sizes that leave each of 256 threads 32 of the sums (rows × points × dimensions) to hold."""
+def _select_shape(n: int, d: int, k: int) -> dict[str, int]:
+    """Blocks of which each of 256 threads holds 32 of the sums (rows × points × dimensions): half the registers of a
+    multiprocessor, so that what runs beside finds room."""
     points = triton.next_power_of_2(n)
-    chunk = min(32, triton.next_power_of_2(d), 4096 // points)
-    return {"ROWS": 2, "N": points, "D": triton.next_power_of_2(d), "CHUNK": chunk, "num_warps": 8}
+    chunk = min(32, triton.next_power_of_2(d), 8192 // (ROWS * points))
+    wide = min(128, triton.next_power_of_2(d))
+    return {"K": k, "PAD": NEIGHBORS, "ROWS": ROWS, "N": points, "CHUNK": chunk, "WIDE": wide, "num_warps": 8}
 
 
-@triton_op("curvssl::select_and_score", mutates_args={})
-def select_and_score(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Neighbours (v, n, k) int32, Σ u (v, n, d) and curvature (v, n) of v sets of points (v, n, d)."""
-    x = x.contiguous()
+def scores(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Eq. (6) for v sets of points (v, n, d): (v, n); their neighbours (v, n, k) int32, and Σ u (v, n, d)."""
     v, n, d = x.shape
-    index = x.new_empty(v, n, k, dtype=torch.int32)
-    total, score = torch.empty_like(x), x.new_empty(v, n)
-    shape = _shape(n, d)
-    grid = (triton.cdiv(n, shape["ROWS"]), v)
-    some = (x, index, total, score, score, index)  # distances are not asked for
-    wrap_triton(_select)[grid](*some, n, d, SCORE=True, K=k, **shape)
+    score, index, total = x.new_empty(v, n), x.new_empty(v, n, k, dtype=torch.int32), torch.empty_like(x)
+    places = (x, index, total, score, score)  # distances are not asked for
+    wrap_triton(_select)[(triton.cdiv(n, ROWS), v)](*places, n, d, SCORE=True, **_select_shape(n, d, k))
     return score, index, total
 
 
-@triton_op("curvssl::select_and_width", mutates_args={})
-def select_and_width(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Neighbours (v, n, k) int32, and each set's γ (v,) by the median heuristic of kernels.kernel_width."""
-    x = x.contiguous()
+def rbf_scores(x: Tensor, k: int, width: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Eq. (10) with the RBF kernel, likewise, and γ (v,): that given, or that of kernels.kernel_width's median."""
     v, n, d = x.shape
-    index, done = x.new_empty(v, n, k, dtype=torch.int32), x.new_empty(v, dtype=torch.int32)
-    distance, median, width = x.new_empty(v, n, n), x.new_empty(v, n, dtype=torch.int32), x.new_empty(v)
-    shape = _shape(n, d)
-    grid = (triton.cdiv(n, shape["ROWS"]), v)
-    wrap_triton(_select)[grid](x, index, x, x, distance, done, n, d, SCORE=False, K=k, **shape)
-    wrap_triton(_width)[(n, v)](distance, median, done, width, n, N=shape["N"], num_warps=1)
-    return index, width
+    score, index, used = x.new_empty(v, n), x.new_empty(v, n, k, dtype=torch.int32), x.new_empty(v)
+    distance, median = x.new_empty(v, n, n), x.new_empty(v, n, dtype=torch.int32)
+    shape = _select_shape(n, d, k)
+    wrap_triton(_select)[(triton.cdiv(n, ROWS), v)](x, index, x, x, distance, n, d, SCORE=False, **shape)
+    if width is None:
+        wrap_triton(_median)[(n, v)](distance, median, n, N=shape["N"], num_warps=1)
+    places = (score, score, x, index, median, used if width is None else width, score, used)
+    wrap_triton(_rbf)[(n, v)](*places, n, d, **_rbf_shape(n, d, k), MEDIAN=width is None, BACKWARD=False)
+    return score, index, used
 
 
-@triton_op("curvssl::score_gradient", mutates_args={})
-def score_gradient(grad: Tensor, x: Tensor, index: Tensor, total: Tensor) -> Tensor:
-    x, grad = x.contiguous(), grad.contiguous()
-    v, n, d = x.shape
-    out = torch.zeros_like(x)
-    shape = {"K": index.shape[-1], "ROWS": 2, "D": triton.next_power_of_2(d)}
-    wrap_triton(_score_gradient)[(triton.cdiv(n, 2), v)](grad, x, index, total, out, n, d, **shape, num_warps=4)
-    return out
-
-
-def _rbf_shape(index: Tensor, d: int, *, backward: bool) -> dict[str, Any]:
-    shape: dict[str, Any] = {"K": index.shape[-1], "PAD": NEIGHBORS, "D": max(16, triton.next_power_of_2(d))}
+def _rbf_shape(n: int, d: int, k: int) -> dict[str, Any]:
+    shape = {"K": k, "PAD": NEIGHBORS, "N": triton.next_power_of_2(n), "D": max(16, triton.next_power_of_2(d))}
     # Three products of the matrix units are as exact as one in float32; of long points they need too much memory.
     short = {"PRECISION": "tf32x3", "num_warps": 1}  # a warp that need not wait for others takes two thirds of the time
-    return shape | {"BACKWARD": backward} | (short if d <= 256 else {"PRECISION": "ieee", "num_warps": 4})
+    return shape | (short if d <= 256 else {"PRECISION": "ieee", "num_warps": 4})
 
 
-@triton_op("curvssl::rbf_score", mutates_args={})
-def rbf_score(x: Tensor, index: Tensor, width: Tensor) -> Tensor:
-    """Kernel curvature (v, n) for neighbours (v, n, k) and γ (v,)."""
-    x = x.contiguous()
-    v, n, d = x.shape
-    score = x.new_empty(v, n)
-    shape = _rbf_shape(index, d, backward=False)
-    wrap_triton(_rbf)[(n, v)](score, x, index, width, score, n, d, **shape)
-    return score
-
-
-@triton_op("curvssl::rbf_gradient", mutates_args={})
-def rbf_gradient(grad: Tensor, x: Tensor, index: Tensor, width: Tensor) -> Tensor:
-    x, grad = x.contiguous(), grad.contiguous()
-    v, n, d = x.shape
-    out = torch.zeros_like(x)
-    shape = _rbf_shape(index, d, backward=True)
-    wrap_triton(_rbf)[(n, v)](grad, x, index, width, out, n, d, **shape)
-    return out
-
-
-@triton_op("curvssl::alignment", mutates_args={})
 def align(score: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Alignment, decorrelation and ρ (3,) of two views' scores (2, n), and the gradients (2, 2, n) of the first two."""
-    score = score.contiguous()
     n = score.shape[1]
     terms, gradients = score.new_empty(3), score.new_empty(2, 2, n)
-    wrap_triton(_alignment)[(1,)](score, terms, gradients, n, EPS=eps, N=triton.next_power_of_2(n), num_warps=4)
+    wrap_triton(_alignment)[(1,)](score, terms, gradients, n, EPS=eps, N=triton.next_power_of_2(n), num_warps=1)
     return terms, gradients
 
 
-def _keep_score(ctx, inputs, output) -> None:
-    ctx.save_for_backward(inputs[0], output[1], output[2])
+@triton_op("curvssl::terms", mutates_args={})
+def _terms(x: Tensor, k: int, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    score, *kept = scores(x.contiguous(), k)
+    found, gradients = align(score, eps)
+    return found, gradients, kept[0], kept[1]
 
 
-def _score_backward(ctx, grad, *_) -> tuple[Tensor, None]:
-    return score_gradient(grad, *ctx.saved_tensors), None
+@triton_op("curvssl::terms_gradient", mutates_args={})
+def _terms_gradient(weights: Tensor, gradients: Tensor, x: Tensor, index: Tensor, total: Tensor) -> Tensor:
+    x = x.contiguous()
+    v, n, d = x.shape
+    out = torch.zeros_like(x)
+    places = (weights.contiguous(), gradients, x, index, total, out)
+    shape = {"K": index.shape[-1], "PAD": NEIGHBORS, "ROWS": 1, "WIDE": min(128, triton.next_power_of_2(d))}
+    wrap_triton(_score_gradient)[(n, v)](*places, n, d, **shape, num_warps=1)
+    return out
 
 
-def _keep_rbf(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
+@triton_op("curvssl::rbf_terms", mutates_args={})
+def _rbf_terms(x: Tensor, k: int, eps: float, width: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    score, *kept = rbf_scores(x.contiguous(), k, width)
+    found, gradients = align(score, eps)
+    return found, gradients, kept[0], kept[1]
 
 
-def _rbf_backward(ctx, grad) -> tuple[Tensor, None, None]:
-    return rbf_gradient(grad, *ctx.saved_tensors), None, None
+@triton_op("curvssl::rbf_terms_gradient", mutates_args={})
+def _rbf_terms_gradient(weights: Tensor, gradients: Tensor, x: Tensor, index: Tensor, width: Tensor) -> Tensor:
+    x = x.contiguous()
+    v, n, d = x.shape
+    out = torch.zeros_like(x)
+    places = (weights.contiguous(), gradients, x, index, index, width, out, out)
+    shape = _rbf_shape(n, d, index.shape[-1])
+    wrap_triton(_rbf)[(n, v)](*places, n, d, **shape, MEDIAN=False, BACKWARD=True)
+    return out
 
 
-def _keep_gradients(ctx, inputs, output) -> None:
-    ctx.save_for_backward(output[1])
+def _keep(ctx, inputs, output) -> None:
+    ctx.save_for_backward(inputs[0], *output[1:])
 
 
-def _align_backward(ctx, grad, _) -> tuple[Tensor, None]:
-    (gradients,) = ctx.saved_tensors
-    return grad[0] * gradients[0] + grad[1] * gradients[1], None
+def _terms_backward(ctx, grad, *_) -> tuple[Tensor, None, None]:
+    x, gradients, index, total = ctx.saved_tensors
+    return _terms_gradient(grad, gradients, x, index, total), None, None
 
 
-select_and_score.register_autograd(_score_backward, setup_context=_keep_score)
-rbf_score.register_autograd(_rbf_backward, setup_context=_keep_rbf)
-align.register_autograd(_align_backward, setup_context=_keep_gradients)
+def _rbf_terms_backward(ctx, grad, *_) -> tuple[Tensor, None, None, None]:
+    x, gradients, index, width = ctx.saved_tensors
+    return _rbf_terms_gradient(grad, gradients, x, index, width), None, None, None
 
 
-def alignment(score: Tensor, *, eps: float) -> tuple[Tensor, ...]:
-    """The two terms of L_curv, and ρ, which has no gradient here, of two views' curvature (2, n)."""
-    return align(score, eps)[0].unbind()
+_terms.register_autograd(_terms_backward, setup_context=_keep)
+_rbf_terms.register_autograd(_rbf_terms_backward, setup_context=_keep)
 
 
-def curvature(x: Tensor, *, k: int) -> Tensor:
-    """Eq. (6) for v sets of points, (v, n, d) → (v, n)."""
-    return select_and_score(x, k)[0]
+def terms(x: Tensor, *, k: int, eps: float) -> Tensor:
+    """The two terms of L_curv, and ρ, which has no gradient here, of two views' points (2, n, d): (3,)."""
+    return _terms(x, k, eps)[0]
 
 
-def rbf_curvature(x: Tensor, *, k: int, width: Tensor | None) -> Tensor:
-    """Eq. (10) with the RBF kernel for v sets of points, (v, n, d) → (v, n); γ by the median heuristic if None."""
-    if width is None:
-        return rbf_score(x, *select_and_width(x.detach(), k))
-    return rbf_score(x, select_and_score(x.detach(), k)[1], width.flatten())
+def rbf_terms(x: Tensor, *, k: int, eps: float, width: Tensor | None) -> Tensor:
+    """The same with the RBF kernel's curvature; γ, which has no gradient here, by the median heuristic if None."""
+    return _rbf_terms(x, k, eps, width)[0]

@@ -1,12 +1,13 @@
 """The four objectives, as the paper writes them. Each takes the two views' embeddings, (b, d) each, and gives a scalar.
 
-`terms(z0, z1)` gives the named, unweighted parts, `weigh(terms)` their weighted sum; `forward` is one after the other.
+`terms(z0, z1)` gives the named, unweighted terms, `weigh(terms)` their weighted sum; `forward` is one after the other.
 Inside, z (2, b, d) are the two views' embeddings.
 With torch.distributed initialised every statistic is that of the global batch (the gradient: see distributed.py).
 """
 
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,15 @@ else:
     fused = None  # type: ignore[assignment]
 
 Terms = dict[str, Tensor]
+
+
+class Part(NamedTuple):
+    """Some terms of a loss, made from both views in one tensor; no part needs another's, so a training step may take
+    them side by side."""
+
+    names: tuple[str, ...]
+    terms: Callable[[Tensor], Tensor]  # (2, b, d) → one number a name
+    by_hand: Callable[[Tensor], bool] = lambda z: False  # whether it is a few launches already, for such embeddings
 
 
 class Loss(nn.Module):
@@ -40,20 +50,17 @@ class Loss(nn.Module):
             )
         with torch.autocast(z0.device.type, enabled=False):
             z = torch.stack((z0, z1))
-        return {name: value for part in self.parts() for name, value in self.terms_of(z, part).items()}
+        found = [(part.names, self.terms_of(z, part)) for part in self.parts()]
+        return {name: term for names, terms in found for name, term in zip(names, terms, strict=True)}
 
-    def terms_of(self, z: Tensor, part: Callable[[Tensor], Terms]) -> Terms:
+    def terms_of(self, z: Tensor, part: Part) -> Tensor:
         """The terms of one part, from both views in one tensor (2, b, d)."""
         if z.shape[1] * world_size() < 2:
             raise ValueError("a batch of 1 has no statistics: use 2 or more images")
         with torch.autocast(z.device.type, enabled=False):
-            return part(z.to(torch.promote_types(z.dtype, torch.float32)))
+            return part.terms(z.to(torch.promote_types(z.dtype, torch.float32)))
 
-    def parts(self) -> tuple[Callable[[Tensor], Terms], ...]:
-        """What makes the terms; no part needs another's, so a training step may take them side by side."""
-        return (self.embedding,)
-
-    def embedding(self, z: Tensor) -> Terms:
+    def parts(self) -> tuple[Part, ...]:
         raise NotImplementedError
 
     def weigh(self, terms: Terms) -> Tensor:
@@ -67,15 +74,17 @@ class BarlowTwinsLoss(Loss):
         super().__init__()
         self.lambda_emb, self.eps = lambda_emb, eps
 
-    def embedding(self, z: Tensor) -> Terms:
+    def parts(self) -> tuple[Part, ...]:
+        return (Part(("invariance", "redundancy"), self.embedding),)
+
+    def embedding(self, z: Tensor) -> Tensor:
         b = z.shape[1] * world_size()
         z0, z1 = standardise(z, eps=self.eps)
         c = total(z0.mT @ z1) / b
         diagonal = c.diagonal()
-        return {
-            "invariance": (diagonal - 1).square().sum(),
-            "redundancy": c.square().sum() - diagonal.square().sum(),
-        }
+        invariance = (diagonal - 1).square().sum()
+        redundancy = c.square().sum() - diagonal.square().sum()
+        return torch.stack((invariance, redundancy))
 
     def weigh(self, terms: Terms) -> Tensor:
         return terms["invariance"] + self.lambda_emb * terms["redundancy"]
@@ -101,38 +110,34 @@ class CurvSSLLoss(BarlowTwinsLoss):
         check_k(k, n=k + 1)
         self.k, self.lambda_curv, self.alpha_curv = k, lambda_curv, alpha_curv
 
+    def parts(self) -> tuple[Part, ...]:
+        names = ("curvature_alignment", "curvature_decorrelation", "rho")
+        return (*super().parts(), Part(names, self.curvature, self.in_few_kernels))
+
+    def curvature(self, z: Tensor) -> Tensor:
+        b = z.shape[1] * world_size()
+        check_k(self.k, n=b)
+        if self.in_few_kernels(z):
+            return self.terms_in_few_kernels(z)
+        c = standardise(self.scores(z).mT, eps=self.eps)  # (b, 2): c̃ and c̃'
+        m = c[:, 0] * c[:, 1] / b  # M is rank one: its diagonal m and three sums are all that L_curv needs
+        sums = total(torch.stack((m.sum(), m.square().sum(), *c.square().sum(0))))
+        rho, diagonal_squares, squares0, squares1 = sums.unbind()  # ρ is the trace of M
+        alignment = diagonal_squares - 2 * rho + b
+        decorrelation = squares0 * squares1 / b**2 - diagonal_squares
+        return torch.stack((alignment, decorrelation, rho.detach()))
+
     def scores(self, z: Tensor) -> Tensor:
         """Curvature of v views' embeddings among the global batch, (v, b, d) → (v, b)."""
-        if self.in_one_kernel(z):
-            return fused.curvature(z, k=self.k)
         everyone, first = among_all(z)
         return scores(z, everyone, neighbors=neighbors_of(z, everyone, k=self.k, first=first))
 
-    def in_one_kernel(self, z: Tensor) -> bool:
+    def in_few_kernels(self, z: Tensor) -> bool:
         """Whether the hand-written kernels take this batch; what they compute is the same."""
         return fused is not None and world_size() == 1 and fused.fits(z, k=self.k)
 
-    def parts(self) -> tuple[Callable[[Tensor], Terms], ...]:
-        return (self.embedding, self.curvature)
-
-    def curvature(self, z: Tensor) -> Terms:
-        b = z.shape[1] * world_size()
-        check_k(self.k, n=b)
-        curvature = self.scores(z)  # (2, b)
-        if self.in_one_kernel(z):
-            alignment, decorrelation, rho = fused.alignment(curvature, eps=self.eps)
-        else:
-            c = standardise(curvature.mT, eps=self.eps)  # (b, 2): c̃ and c̃'
-            m = c[:, 0] * c[:, 1] / b  # M is rank one: its diagonal m and three sums are all that L_curv needs
-            sums = total(torch.stack((m.sum(), m.square().sum(), *c.square().sum(0))))
-            rho, diagonal_squares, squares0, squares1 = sums.unbind()
-            alignment = diagonal_squares - 2 * rho + b
-            decorrelation = squares0 * squares1 / b**2 - diagonal_squares
-        return {
-            "curvature_alignment": alignment,
-            "curvature_decorrelation": decorrelation,
-            "rho": rho.detach(),  # the trace of M
-        }
+    def terms_in_few_kernels(self, z: Tensor) -> Tensor:
+        return fused.terms(z, k=self.k, eps=self.eps)
 
     def weigh(self, terms: Terms) -> Tensor:
         curvature = terms["curvature_alignment"] + self.lambda_curv * terms["curvature_decorrelation"]
@@ -160,14 +165,17 @@ class KernelCurvSSLLoss(CurvSSLLoss):
 
     def scores(self, z: Tensor) -> Tensor:
         everyone, first = among_all(z)
-        in_one_kernel = self.kernel == "rbf" and self.in_one_kernel(z)
-        if in_one_kernel and self.gamma == "median":
-            return fused.rbf_curvature(z, k=self.k, width=None)
         width = kernel_width(everyone, kernel=self.kernel, gamma=self.gamma)
-        if in_one_kernel:
-            return fused.rbf_curvature(z, k=self.k, width=width)
         neighbors = kernel_neighbors(z, everyone, k=self.k, kernel=self.kernel, width=width, first=first)
         return kernel_scores(z, everyone, kernel=self.kernel, width=width, neighbors=neighbors)
+
+    def in_few_kernels(self, z: Tensor) -> bool:
+        return self.kernel == "rbf" and super().in_few_kernels(z)
+
+    def terms_in_few_kernels(self, z: Tensor) -> Tensor:
+        median = self.gamma == "median"  # which the kernels find themselves
+        width = None if median else kernel_width(z, kernel=self.kernel, gamma=self.gamma).flatten()
+        return fused.rbf_terms(z, k=self.k, eps=self.eps, width=width)
 
 
 class VICRegLoss(Loss):
@@ -177,17 +185,19 @@ class VICRegLoss(Loss):
         super().__init__()
         self.invariance, self.variance, self.covariance = invariance, variance, covariance
 
-    def embedding(self, z: Tensor) -> Terms:
+    def parts(self) -> tuple[Part, ...]:
+        return (Part(("invariance", "variance", "covariance"), self.embedding),)
+
+    def embedding(self, z: Tensor) -> Tensor:
         b, d = z.shape[1] * world_size(), z.shape[2]
         z0, z1 = z
         z = z - total(z.sum(1, keepdim=True)) / b
         c = total(z.mT @ z) / (b - 1)  # (2, d, d)
         variances = c.diagonal(dim1=1, dim2=2)
-        return {
-            "invariance": total((z0 - z1).square().sum()) / (b * d),
-            "variance": torch.relu(1 - (variances + 1e-4).sqrt()).mean(),
-            "covariance": (c.square().sum() - variances.square().sum()) / d,
-        }
+        invariance = total((z0 - z1).square().sum()) / (b * d)
+        variance = torch.relu(1 - (variances + 1e-4).sqrt()).mean()
+        covariance = (c.square().sum() - variances.square().sum()) / d
+        return torch.stack((invariance, variance, covariance))
 
     def weigh(self, terms: Terms) -> Tensor:
         return (

@@ -4,7 +4,8 @@ Nobody waits for a layer's weight gradient but the optimiser, and nobody for the
 small layers leave most of a GPU idle. (step.py puts parts of the loss there too, layers.py the running statistics.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,18 @@ def second_stream() -> torch.cuda.Stream:
     if device not in _streams:
         _streams[device] = torch.cuda.Stream()
     return _streams[device]
+
+
+@contextmanager
+def one_stream() -> Iterator[None]:
+    """Nothing runs beside: for a first step, in which cuDNN times its algorithms for every convolution."""
+    device = torch.cuda.current_device()
+    second = second_stream()
+    _streams[device] = torch.cuda.current_stream()
+    try:
+        yield
+    finally:
+        _streams[device] = second
 
 
 class _Convolve(torch.autograd.Function):

@@ -13,7 +13,7 @@ import types
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from curvssl.augment import Augment
-from curvssl.losses import Loss
+from curvssl.losses import Loss, Part
 from curvssl.models import Net, per_view
 
 # What makes the gradients, the terms to log of each part of the loss, and both views' embeddings.
@@ -153,36 +153,38 @@ class Step:
         without waiting for the others, all but the first on the second stream."""
         from curvssl import layers, overlap
 
-        count = len(self.criterion.parts())
-        names: list[tuple[str, ...]] = [()] * count
-        one = torch.ones((), device=self.device)
         self._by_hand = isinstance(self.net, Net) and layers.takes(self.net.encoder)
+        self.names = tuple(name for part in self.criterion.parts() for name in part.names)
 
-        def terms_of(part: int) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-            def terms(z: Tensor) -> tuple[Tensor, Tensor]:
-                found = self.criterion.terms_of(z.unflatten(0, (2, -1)), self.criterion.parts()[part])
-                names[part] = tuple(found)
-                others: Any = float  # terms of other parts count 0: a loss is the weighted sum of its terms
-                share = self.criterion.weigh(defaultdict(others, found))
-                return share, torch.stack(tuple(found.values())).detach()
+        def both_of(part: Part) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+            """Terms, and the gradient of their share of the loss, which is a weighted sum."""
+            weigh: Any = self.criterion.weigh
+            weights = torch.tensor([weigh(defaultdict(float, {name: 1.0})) for name in part.names], device=self.device)
 
-            return compiled(terms, split_reductions=False)  # one launch costs more here than what a second gains
+            def terms(z: Tensor) -> Tensor:
+                return self.criterion.terms_of(z.unflatten(0, (2, -1)), part)
+
+            plain = compiled(terms, split_reductions=False)  # one launch costs more here than what a second gains
+
+            def both(z: Tensor) -> tuple[Tensor, Tensor]:
+                z = z.detach().requires_grad_()
+                found = (terms if part.by_hand(z.unflatten(0, (2, -1))) else plain)(z)
+                return found.detach(), torch.autograd.grad(found, z, weights)[0]
+
+            return both
 
         embed = self.embed_by_hand(compiled) if self._by_hand else compiled(self.embed)
-        parts = [terms_of(part) for part in range(count)]
+        parts = [both_of(part) for part in self.criterion.parts()]
 
         def forward(batch: Tensor, u: Tensor) -> Forward:
             here, beside = torch.cuda.current_stream(), overlap.second_stream()
-            copies = embed(batch, u, readers=count)
+            copies = embed(batch, u, readers=len(parts))
             gradients, logged = [*copies], [*copies]
             beside.wait_stream(here)
-            for i in reversed(range(count)):
+            for i in reversed(range(len(parts))):
                 with torch.cuda.stream(beside if i else here):
-                    z = copies[i].detach().requires_grad_()
-                    share, logged[i] = parts[i](z)
-                    gradients[i] = torch.autograd.grad(share, z, one)[0]
+                    logged[i], gradients[i] = parts[i](copies[i])
             here.wait_stream(beside)
-            self.names = tuple(name for group in names for name in group)
             return lambda: torch.autograd.backward(copies, gradients), logged, copies[0].detach()
 
         return forward
@@ -211,7 +213,9 @@ class Step:
             # The steps before the capture are real ones, on another stream, as capture asks.
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+            from curvssl import overlap
+
+            with torch.cuda.stream(stream), nullcontext() if self._taken else overlap.one_stream():
                 self._plain(*self._static)
             torch.cuda.current_stream().wait_stream(stream)
             return None

@@ -11,40 +11,55 @@ CASES = [(256, 128, 10), (100, 20, 5), (37, 3, 16), (11, 5, 10)]
 
 COMPARE = """
 from test_fused import compare, compare_alignment
-for n, d, k in ((21, 18, 10), (7, 3, 4)):
+for n, d, k in ((21, 18, 10), (7, 3, 4), (6, 300, 4)):
     compare(n, d, k, device="cpu")
     compare_alignment(n, device="cpu")
 """
 
 
+def written_out(score: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Alignment, decorrelation and ρ of two views' scores (2, n), from the whole of M."""
+    centred = score - score.mean(1, keepdim=True)
+    variance = centred.square().mean(1, keepdim=True)
+    c = centred / (torch.where(variance == 0, 0, torch.where(variance == 0, 1, variance).sqrt()) + 1e-5)
+    matrix = c[0][:, None] * c[1][None, :] / score.shape[1]
+    diagonal = matrix.diagonal()
+    return (diagonal - 1).square().sum(), matrix.square().sum() - diagonal.square().sum(), diagonal.sum()
+
+
 def compare(n: int, d: int, k: int, *, device: str) -> None:
-    """Scores, neighbours and gradients of float32 kernels against geometry.py in float64."""
+    """Scores, neighbours, terms and gradients of float32 kernels against geometry.py in float64."""
     from curvssl import fused
 
     generator = torch.Generator().manual_seed(n)
     x = (torch.randn(2, n, d, generator=generator) + 3).to(device).requires_grad_()
-    g = torch.randn(2, n, generator=generator).to(device)
     exact = x.detach().double().requires_grad_()
     neighbors = neighbors_of(exact, exact, k=k)
-    assert fused.select_and_score(x.detach(), k)[1].equal(neighbors.int())
-
     width = kernel_width(exact, kernel="rbf", gamma="median")
-    found, own_width = fused.select_and_width(x.detach(), k)
-    assert found.equal(neighbors.int())
-    torch.testing.assert_close(own_width.double(), width.flatten(), rtol=1e-5, atol=0)
-    assert fused.select_and_width(torch.ones_like(x), k)[1].tolist() == [1, 1]
-    pairs = [
-        (fused.curvature(x, k=k), scores(exact, exact, neighbors=neighbors)),
-        (
-            fused.rbf_curvature(x, k=k, width=width.float()),
-            kernel_scores(exact, exact, kernel="rbf", width=width, neighbors=neighbors),
+    given = width.flatten().float()
+    assert fused.rbf_scores(torch.ones_like(x), k, None)[2].tolist() == [1, 1]
+    cases = [
+        (fused.scores, (), fused.terms, {}, scores(exact, exact, neighbors=neighbors)),
+        *(
+            (
+                *(fused.rbf_scores, (own,), fused.rbf_terms, {"width": own}),
+                kernel_scores(exact, exact, kernel="rbf", width=width, neighbors=neighbors),
+            )
+            for own in (None, given)
         ),
     ]
-    for ours, oracle in pairs:
-        torch.testing.assert_close(ours.double(), oracle, rtol=1e-5, atol=1e-5)
-        (mine,) = torch.autograd.grad(ours, x, g)
-        (theirs,) = torch.autograd.grad(oracle, exact, g.double())
-        assert float((mine - theirs).norm() / theirs.norm()) < 1e-5
+    weights = torch.tensor([2.0, 3.0, 0.0], device=device)
+    for score_of, more, terms_of, also, oracle in cases:
+        score, near, rest = score_of(x.detach(), k, *more)
+        torch.testing.assert_close(score.double(), oracle.detach(), rtol=1e-5, atol=1e-5)
+        assert near.equal(neighbors.int())
+        if more:
+            torch.testing.assert_close(rest, given, rtol=1e-5, atol=0)
+        ours, theirs = terms_of(x, k=k, eps=1e-5, **also), torch.stack(written_out(oracle))
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
+        (mine,) = torch.autograd.grad(ours, x, weights)
+        (right,) = torch.autograd.grad(theirs, exact, weights.double(), retain_graph=True)
+        assert float((mine - right).norm() / right.norm()) < 1e-4
 
 
 def compare_alignment(n: int, *, device: str) -> None:
@@ -55,19 +70,14 @@ def compare_alignment(n: int, *, device: str) -> None:
         generator = torch.Generator().manual_seed(n)
         score = torch.randn(2, n, generator=generator)
         score[1] = 4 + spread * (score[0] + score[1])
-        score = score.to(device).requires_grad_()
-        exact = score.detach().double().requires_grad_()
-        centred = exact - exact.mean(1, keepdim=True)
-        variance = centred.square().mean(1, keepdim=True)
-        c = centred / (torch.where(variance == 0, 0, torch.where(variance == 0, 1, variance).sqrt()) + 1e-5)
-        matrix = c[0][:, None] * c[1][None, :] / n
-        oracle = (matrix.diagonal() - 1).square().sum(), matrix.square().sum() - matrix.diagonal().square().sum()
-        *terms, rho = fused.alignment(score, eps=1e-5)
-        torch.testing.assert_close(rho.double(), matrix.trace().detach(), rtol=1e-5, atol=1e-6)
-        for ours, theirs in zip(terms, oracle, strict=True):
-            torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
-            (mine,) = torch.autograd.grad(ours, score, retain_graph=True)
-            (right,) = torch.autograd.grad(theirs, exact, retain_graph=True)
+        score = score.to(device)
+        exact = score.double().requires_grad_()
+        ours, gradients = fused.align(score, 1e-5)
+        theirs = written_out(exact)
+        torch.testing.assert_close(ours[:2].double(), torch.stack(theirs[:2]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours[2].double(), theirs[2].detach(), rtol=1e-5, atol=1e-6)
+        for mine, term in zip(gradients, theirs, strict=False):  # ρ has none
+            (right,) = torch.autograd.grad(term, exact, retain_graph=True)
             torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-5 if spread else 1e-1)
 
 
@@ -92,7 +102,8 @@ def test_zero_edges_contribute_nothing_and_have_a_zero_gradient() -> None:
     from curvssl import fused
 
     x = torch.ones(2, 32, 8, device="cuda", requires_grad=True)
-    score = fused.curvature(x, k=10)
-    (gradient,) = torch.autograd.grad(score.sum(), x)
-    assert score.eq(0).all()
+    terms = fused.terms(x, k=10, eps=1e-5)
+    (gradient,) = torch.autograd.grad(terms, x, torch.tensor([1.0, 1.0, 0.0], device="cuda"))
+    assert fused.scores(x.detach(), 10)[0].eq(0).all()
+    assert terms.tolist() == [32, 0, 0]
     assert gradient.eq(0).all()

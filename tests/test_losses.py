@@ -119,7 +119,8 @@ def test_forward_is_the_weighted_sum_of_the_terms(name: str) -> None:
 def test_parts_have_their_own_terms_and_add_up_to_the_loss(name: str) -> None:
     loss = LOSSES[name]()
     z0, z1 = views()
-    parts = [loss.terms_of(torch.stack((z0, z1)), part) for part in loss.parts()]
+    z = torch.stack((z0, z1))
+    parts = [dict(zip(part.names, loss.terms_of(z, part), strict=True)) for part in loss.parts()]
     terms = loss.terms(z0, z1)
     assert [key for part in parts for key in part] == list(terms)
     others = dict.fromkeys(terms, 0.0)
