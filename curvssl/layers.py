@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from curvssl.models import no_search
 from curvssl.norm import normalise
-from curvssl.overlap import convolve, second_stream
+from curvssl.overlap import beside_this, convolve
 from curvssl.stem import pool
 
 
@@ -55,8 +55,7 @@ def encode(net: Any, x: Tensor) -> Tensor:
     found = layers.normalise(net.bn1, layers.convolve(net.conv1, x), fork=not pools)
     if pools:
         even = found.shape[2] % 2 == found.shape[3] % 2 == 0
-        found = pool(found)[0] if even else net.maxpool(found)
-        found = found, found
+        found = pool(found) if even else (net.maxpool(found),) * 2
     for block, reader in itertools.zip_longest(blocks, blocks[1:]):
         x, shortcut = found
         out = layers.normalise(block.bn1, layers.convolve(block.conv1, x))
@@ -109,9 +108,7 @@ class _Layers:
         found = list(self.statistics.values())
         if not found[0].is_cuda:
             return self._move(found)
-        here, beside = torch.cuda.current_stream(), second_stream()
-        beside.wait_stream(here)
-        with torch.cuda.stream(beside):
+        with beside_this() as beside:
             self._move(found)
         for tensor in found:
             tensor.record_stream(beside)

@@ -197,6 +197,7 @@ class _Normalise(torch.autograd.Function):
         ctx.save_for_backward(x, None if residual is None else y, statistics, weight, bias, zeros)
         ctx.eps, ctx.relu = eps, relu
         ctx.mark_non_differentiable(statistics)
+        ctx.set_materialize_grads(False)  # nor is a gradient of zeros made for them
         return (statistics, y, y.view_as(y)) if fork else (statistics, y)
 
     @staticmethod

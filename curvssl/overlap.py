@@ -26,6 +26,15 @@ def second_stream() -> torch.cuda.Stream:
 
 
 @contextmanager
+def beside_this() -> Iterator[torch.cuda.Stream]:
+    """What follows goes to the second stream, behind what this one has been given so far."""
+    second = second_stream()
+    second.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(second):
+        yield second
+
+
+@contextmanager
 def one_stream() -> Iterator[None]:
     """Nothing runs beside: for a first step, in which cuDNN times its algorithms for every convolution."""
     device = torch.cuda.current_device()
@@ -89,11 +98,10 @@ def _gradients(ctx: Any, grad: Tensor, x: Tensor, low: Tensor, wanted: list[bool
 
 def _beside(ctx: Any, grad: Tensor, x: Tensor, low: Tensor) -> Tensor | None:
     """∂L/∂W in float32, or nothing if the weight has been moved by it already; on the second stream."""
-    here, beside = torch.cuda.current_stream(), second_stream()
-    beside.wait_stream(here)
-    for tensor in (grad, x):
-        tensor.record_stream(beside)  # its memory may not be given to others before
-    with torch.cuda.stream(beside):
+    here = torch.cuda.current_stream()
+    with beside_this() as beside:
+        for tensor in (grad, x):
+            tensor.record_stream(beside)  # its memory may not be given to others before
         found = _weight_gradient(ctx, grad, x, low)
         # In float32 `low` is the weight itself, which the rest of the backward pass still reads.
         if _update and low.dtype != ctx.weight.dtype and _update[0](ctx.weight, found):
@@ -121,11 +129,11 @@ def backward_and_step(backward: Callable[[], None], optimizer: torch.optim.Optim
         backward()
     finally:
         _update.clear()
-    torch.cuda.current_stream().wait_stream(second_stream())
     for weight in group["params"]:
         if weight.grad is not None and weight.numel() >= adam.MANY and update(weight, weight.grad):
             weight.grad = None  # the optimiser passes over it
     optimizer.step()
+    torch.cuda.current_stream().wait_stream(second_stream())
     if moved:
         torch._foreach_add_([states[weight]["step"] for weight in moved], 1)
     for weight, gradient in moved.items():

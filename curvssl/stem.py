@@ -7,7 +7,7 @@ read V at a time it begins at a multiple of V, SKIP numbers early, and is RUN lo
 """
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
@@ -191,14 +191,15 @@ def _pool(x_ptr, y_ptr, code_ptr, outputs, h, w, c, PIXELS: tl.constexpr, COLUMN
 
 
 @triton.jit
-def _taken(dy_ptr, code_ptr, there, live, PLACE: tl.constexpr):
-    """The gradient of windows that took what is in one of their nine places."""
+def _taken(dy_ptr, more_ptr, code_ptr, there, live, PLACE: tl.constexpr):
+    """The two readers' gradient of windows that took what is in one of their nine places."""
     code = tl.load(code_ptr + there, live, other=-1)
-    return tl.where(code == PLACE, tl.load(dy_ptr + there, live, other=0.0).to(tl.float32), 0.0)
+    dy = tl.load(dy_ptr + there, live, other=0.0).to(tl.float32)
+    return tl.where(code == PLACE, dy + tl.load(more_ptr + there, live, other=0.0).to(tl.float32), 0.0)
 
 
 @triton.jit
-def _pool_gradient(dy_ptr, code_ptr, dx_ptr, outputs, h, w, c, PIXELS: tl.constexpr, COLUMNS: tl.constexpr):
+def _pool_gradient(dy_ptr, more_ptr, code_ptr, dx_ptr, outputs, h, w, c, PIXELS: tl.constexpr, COLUMNS: tl.constexpr):
     """Window (i, j) has pixel (2i, 2j) in its middle. Of the four pixels from there on, one is in one window, two are
     in two, and (2i+1, 2j+1) is in four."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
@@ -210,46 +211,46 @@ def _pool_gradient(dy_ptr, code_ptr, dx_ptr, outputs, h, w, c, PIXELS: tl.conste
     at = pixel.to(tl.int64)[:, None] * c + cols[None, :]
     at_right, at_below = at + c, at + (w // 2) * c
     out = ((image * h + 2 * i) * w + 2 * j)[:, None] * c + cols[None, :]
-    tl.store(dx_ptr + out, _taken(dy_ptr, code_ptr, at, here, 4), here)
-    two = _taken(dy_ptr, code_ptr, at, here, 5) + _taken(dy_ptr, code_ptr, at_right, right, 3)
+    tl.store(dx_ptr + out, _taken(dy_ptr, more_ptr, code_ptr, at, here, 4), here)
+    two = _taken(dy_ptr, more_ptr, code_ptr, at, here, 5) + _taken(dy_ptr, more_ptr, code_ptr, at_right, right, 3)
     tl.store(dx_ptr + out + c, two, here)
-    two = _taken(dy_ptr, code_ptr, at, here, 7) + _taken(dy_ptr, code_ptr, at_below, below, 1)
+    two = _taken(dy_ptr, more_ptr, code_ptr, at, here, 7) + _taken(dy_ptr, more_ptr, code_ptr, at_below, below, 1)
     tl.store(dx_ptr + out + w * c, two, here)
-    four = _taken(dy_ptr, code_ptr, at, here, 8) + _taken(dy_ptr, code_ptr, at_right, right, 6)
-    four += _taken(dy_ptr, code_ptr, at_below, below, 2)
-    four += _taken(dy_ptr, code_ptr, at_below + c, right & below, 0)
+    four = _taken(dy_ptr, more_ptr, code_ptr, at, here, 8) + _taken(dy_ptr, more_ptr, code_ptr, at_right, right, 6)
+    four += _taken(dy_ptr, more_ptr, code_ptr, at_below, below, 2)
+    four += _taken(dy_ptr, more_ptr, code_ptr, at_below + c, right & below, 0)
     tl.store(dx_ptr + out + w * c + c, four, here)
 
 
-@triton_op("curvssl::pool", mutates_args={})
+class _Pool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.contiguous(memory_format=torch.channels_last)
+        n, c, h, w = x.shape
+        y = torch.empty((n, c, h // 2, w // 2), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+        code = torch.empty_like(y, dtype=torch.int8)
+        outputs, grid = _pool_grid(y)
+        _pool[grid](x, y, code, outputs, h, w, c, PIXELS=32, COLUMNS=OUTPUTS, num_warps=4)
+        ctx.save_for_backward(code)
+        return y, y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (code,) = ctx.saved_tensors
+        n, c, h, w = code.shape
+        dy, more = (grad.contiguous(memory_format=torch.channels_last) for grad in grads)
+        dx = torch.empty((n, c, 2 * h, 2 * w), dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
+        outputs, grid = _pool_grid(code)
+        places = (dy, more, code, dx)
+        _pool_gradient[grid](*places, outputs, 2 * h, 2 * w, c, PIXELS=32, COLUMNS=OUTPUTS, num_warps=4)
+        return dx
+
+
+def _pool_grid(y: Tensor) -> tuple[int, tuple[int, int]]:
+    n, c, h, w = y.shape
+    return n * h * w, (triton.cdiv(n * h * w, 32), triton.cdiv(c, OUTPUTS))
+
+
 def pool(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Max-pool of (n, C, H, W) with even H and W, and where each maximum was."""
-    x = x.contiguous(memory_format=torch.channels_last)
-    n, c, h, w = x.shape
-    y = torch.empty((n, c, h // 2, w // 2), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    code = torch.empty_like(y, dtype=torch.int8)
-    outputs = n * (h // 2) * (w // 2)
-    grid = (triton.cdiv(outputs, 32), triton.cdiv(c, OUTPUTS))
-    wrap_triton(_pool)[grid](x, y, code, outputs, h, w, c, PIXELS=32, COLUMNS=OUTPUTS, num_warps=4)
-    return y, code
-
-
-@triton_op("curvssl::pool_gradient", mutates_args={})
-def pool_gradient(dy: Tensor, code: Tensor) -> Tensor:
-    dy = dy.contiguous(memory_format=torch.channels_last)
-    n, c, h, w = dy.shape
-    dx = torch.empty((n, c, 2 * h, 2 * w), dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
-    grid = (triton.cdiv(n * h * w, 32), triton.cdiv(c, OUTPUTS))
-    wrap_triton(_pool_gradient)[grid](dy, code, dx, n * h * w, 2 * h, 2 * w, c, PIXELS=32, COLUMNS=OUTPUTS, num_warps=4)
-    return dx
-
-
-def _keep_code(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(output[1])
-
-
-def _pool_backward(ctx: Any, dy: Tensor, _: Tensor) -> Tensor:
-    return pool_gradient(dy, ctx.saved_tensors[0])
-
-
-pool.register_autograd(_pool_backward, setup_context=_keep_code)
+    """Max-pool of (n, C, H, W) with even H and W; twice, for two readers, whose gradients then arrive apart."""
+    return cast(tuple[Tensor, Tensor], _Pool.apply(x))
