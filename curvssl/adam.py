@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from curvssl.driver import leave_room
+
 BLOCK = 1024
 MANY = 2**14  # numbers from which on a weight is better updated here than by torch
 
@@ -47,7 +49,8 @@ def update(weight: Tensor, grad: Tensor, *, found: Tensor, state: dict[str, Tens
     constants = {"DECAY": group["weight_decay"], "EPS": group["eps"], "BLOCK": BLOCK}
     constants |= {"BETA1": beta1, "BETA2": beta2, "LOG1": math.log(beta1), "LOG2": math.log(beta2)}
     moved = (weight.detach(), laid_out(grad, weight), found, state["exp_avg"], state["exp_avg_sq"])
-    _adam[(triton.cdiv(weight.numel(), BLOCK),)](*moved, state["step"], group["lr"], weight.numel(), **constants)
+    grid = (triton.cdiv(weight.numel(), BLOCK),)
+    leave_room(_adam[grid](*moved, state["step"], group["lr"], weight.numel(), **constants))
 
 
 def laid_out(x: Tensor, like: Tensor) -> Tensor:

@@ -13,17 +13,18 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from curvssl.driver import leave_room
 from curvssl.kernels import MEDIAN_POINTS
 
 POINTS = MEDIAN_POINTS  # rows of distances to this many stay in one program's registers; with more, topk is faster
 WIDTH = 2048  # and so does one point of this many dimensions
 NEIGHBORS = 16
-ROWS = 4  # points a program of the search takes
 UNROLL = tl.constexpr(4)
+TILE = 32  # points × points whose distances a program finds, DEPTH dimensions at a time
+DEPTH = 16
 
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps)  # as in kernels.inverse_root
 SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
-TAKEN = tl.constexpr(2**63 - 1)
 LAST = tl.constexpr(2**31 - 1)
 
 
@@ -33,65 +34,75 @@ def fits(x: Tensor, *, k: int) -> bool:
 
 
 @triton.jit
-def _select(
-    x_ptr, index_ptr, sum_ptr, score_ptr, distance_ptr, n, d, SCORE: tl.constexpr, K: tl.constexpr,
-    PAD: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """For ROWS points: their K nearest, and with SCORE S = Σ_a u_a and c = (‖S‖² − Σ_a ‖u_a‖²) / 2, else distances."""
-    view = tl.program_id(1)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    points = tl.arange(0, N)
-    x_ptr += view * n * d
-
-    squares = tl.zeros((ROWS, N, CHUNK), tl.float32)
-    for start in tl.range(0, d, CHUNK, loop_unroll_factor=UNROLL):
-        column = start + tl.arange(0, CHUNK)
-        inside = column < d
-        q = tl.load(x_ptr + rows[:, None] * d + column[None, :], (rows < n)[:, None] & inside[None, :], other=0.0)
-        p = tl.load(x_ptr + points[:, None] * d + column[None, :], (points < n)[:, None] & inside[None, :], other=0.0)
-        edge = p[None, :, :] - q[:, None, :]
-        squares += edge * edge
-    distance = tl.sum(squares, 2)  # (ROWS, N)
-
-    # A float that is not negative sorts like its bits: distance and index in one number find both with one minimum.
-    key = (distance.to(tl.int32, bitcast=True).to(tl.int64) << 32) | points[None, :].to(tl.int64)
-    key = tl.where((points[None, :] == rows[:, None]) | (points >= n)[None, :], TAKEN, key)
-    if not SCORE:
-        place = (view * n + rows)[:, None] * n + points[None, :]
-        tl.store(distance_ptr + place, distance, (rows < n)[:, None] & (points < n)[None, :])
-
-    for i in tl.static_range(K):
-        least = tl.min(key, 1)
-        key = tl.where(key == least[:, None], TAKEN, key)
-        tl.store(index_ptr + (view * n + rows) * K + i, (least & 0xFFFFFFFF).to(tl.int32), rows < n)
-    if SCORE:
-        tl.debug_barrier()  # every thread of the program sees the indices
-        a = tl.arange(0, PAD)
-        live = (rows < n)[:, None] & (a < K)[None, :]
-        index = tl.load(index_ptr + (view * n + rows)[:, None] * K + a[None, :], live, other=0)
-        square = tl.zeros((ROWS, PAD), tl.float32)
-        for start in range(0, d, WIDE):
-            edge = _edges(x_ptr, rows, index, live, start + tl.arange(0, WIDE), n, d)
-            square += tl.sum(edge * edge, 2)
-        inverse = _inverse_root(square, live)
-        norm = tl.zeros((ROWS,), tl.float32)
-        for start in range(0, d, WIDE):
-            dims = start + tl.arange(0, WIDE)
-            total = tl.sum(_edges(x_ptr, rows, index, live, dims, n, d) * inverse[:, :, None], 1)
-            inside = (rows < n)[:, None] & (dims < d)[None, :]
-            tl.store(sum_ptr + (view * n + rows)[:, None] * d + dims[None, :], total, inside)
-            norm += tl.sum(total * total, 1)
-        units = tl.sum(tl.where(inverse > 0, 1.0, 0.0), 1)
-        tl.store(score_ptr + view * n + rows, (norm - units) / 2, rows < n)
+def _distances(x_ptr, distance_ptr, n, d, TILE: tl.constexpr, DEPTH: tl.constexpr):
+    """Squared distances between some points and some others of the same view, there and back."""
+    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    points = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    if tl.program_id(0) <= tl.program_id(1):  # the others leave multiprocessors to what runs beside
+        x_ptr += tl.program_id(2) * n * d
+        distance_ptr += tl.program_id(2) * n * n
+        squares = tl.zeros((TILE, TILE, DEPTH), tl.float32)
+        for start in tl.range(0, d, DEPTH, loop_unroll_factor=UNROLL):
+            column = start + tl.arange(0, DEPTH)
+            inside = (column < d)[None, :]
+            q = tl.load(x_ptr + rows[:, None] * d + column[None, :], (rows < n)[:, None] & inside, other=0.0)
+            p = tl.load(x_ptr + points[:, None] * d + column[None, :], (points < n)[:, None] & inside, other=0.0)
+            edge = p[None, :, :] - q[:, None, :]
+            squares += edge * edge
+        found = tl.sum(squares, 2)
+        live = (rows < n)[:, None] & (points < n)[None, :]
+        tl.store(distance_ptr + rows[:, None] * n + points[None, :], found, live)
+        tl.store(distance_ptr + points[None, :] * n + rows[:, None], found, live)
 
 
 @triton.jit
-def _edges(x_ptr, rows, index, live, dims, n, d):
-    """Of some points' edges to their neighbours, some dimensions: (ROWS, PAD, WIDE), all loads under way at once."""
-    centre = tl.load(x_ptr + rows[:, None] * d + dims[None, :], (rows < n)[:, None] & (dims < d)[None, :], other=0.0)
-    mask = live[:, :, None] & (dims < d)[None, None, :]
-    neighbors = tl.load(x_ptr + index[:, :, None] * d + dims[None, None, :], mask, other=0.0)
-    return tl.where(mask, neighbors - centre[:, None, :], 0.0)
+def _select(
+    x_ptr, distance_ptr, index_ptr, sum_ptr, score_ptr, median_ptr, n, d, SCORE: tl.constexpr, MEDIAN: tl.constexpr,
+    K: tl.constexpr, PAD: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One point's K nearest; with SCORE its S = Σ_a u_a and c = (‖S‖² − Σ_a ‖u_a‖²) / 2; with MEDIAN the median of its
+    distances to the others, as bits."""
+    row, view = tl.program_id(0), tl.program_id(1)
+    points = tl.arange(0, N)
+    a = tl.arange(0, PAD)
+    here = view * n + row
+    distance = tl.load(distance_ptr + here * n + points, points < n, other=0.0)
+    # A float that is not negative sorts like its bits. One that is no number sorts last, but before what is taken.
+    bits = tl.minimum(distance.to(tl.int32, bitcast=True), LAST - 1)
+    bits = tl.where((points < n) & (points != row), bits, LAST)
+    left = bits
+    index = tl.zeros((PAD,), tl.int32)
+    for i in tl.static_range(K):
+        nearest = tl.min(tl.where(left == tl.min(left), points, N))
+        left = tl.where(points == nearest, LAST, left)
+        index = tl.where(a == i, nearest, index)
+    tl.store(index_ptr + here * K + a, index, a < K)
+    if MEDIAN:
+        tl.store(median_ptr + here, _middle(bits, n))
+    if SCORE:
+        x_ptr += view * n * d
+        live = a < K
+        square = tl.zeros((PAD,), tl.float32)
+        for start in range(0, d, WIDE):
+            edge = _edges(x_ptr, row, index, live, start + tl.arange(0, WIDE), d)
+            square += tl.sum(edge * edge, 1)
+        inverse = _inverse_root(square, live)
+        norm = 0.0
+        for start in range(0, d, WIDE):
+            dims = start + tl.arange(0, WIDE)
+            total = tl.sum(_edges(x_ptr, row, index, live, dims, d) * inverse[:, None], 0)
+            tl.store(sum_ptr + here * d + dims, total, dims < d)
+            norm += tl.sum(total * total)
+        tl.store(score_ptr + here, (norm - tl.sum(tl.where(inverse > 0, 1.0, 0.0))) / 2)
+
+
+@triton.jit
+def _edges(x_ptr, row, index, live, dims, d):
+    """Of a point's edges to its neighbours, some dimensions: (PAD, WIDE), all loads under way at once."""
+    centre = tl.load(x_ptr + row * d + dims, dims < d, other=0.0)
+    mask = live[:, None] & (dims < d)[None, :]
+    neighbors = tl.load(x_ptr + index[:, None] * d + dims[None, :], mask, other=0.0)
+    return tl.where(mask, neighbors - centre[None, :], 0.0)
 
 
 @triton.jit
@@ -112,58 +123,43 @@ def _middle(bits, n):
 
 
 @triton.jit
-def _median(distance_ptr, median_ptr, n, N: tl.constexpr):
-    """One point's median distance to the others, as bits."""
-    row, view = tl.program_id(0), tl.program_id(1)
-    points = tl.arange(0, N)
-    distance = tl.load(distance_ptr + (view * n + row) * n + points, points < n, other=0.0)
-    bits = tl.where((points < n) & (points != row), distance.to(tl.int32, bitcast=True), LAST)
-    tl.store(median_ptr + view * n + row, _middle(bits, n))
-
-
-@triton.jit
-def _weigh(weight_ptr, gradient_ptr, place, live, n):
-    """The gradient for some scores of the terms' weighted sum, from those of the two terms (2, 2, n)."""
-    first = tl.load(gradient_ptr + place, live, other=0.0)
-    second = tl.load(gradient_ptr + 2 * n + place, live, other=0.0)
+def _weigh(weight_ptr, gradient_ptr, place, n):
+    """The gradient for a score of the terms' weighted sum, from those of the two terms (2, 2, n)."""
+    first, second = tl.load(gradient_ptr + place), tl.load(gradient_ptr + 2 * n + place)
     return tl.load(weight_ptr) * first + tl.load(weight_ptr + 1) * second
 
 
 @triton.jit
 def _score_gradient(
     weight_ptr, gradient_ptr, x_ptr, index_ptr, sum_ptr, out_ptr, n, d,
-    K: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+    K: tl.constexpr, PAD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """∂c/∂e_a = (S − u_a ⟨u_a, S⟩) / ‖e_a‖, added to the neighbour and taken from the centre."""
-    view = tl.program_id(1)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row, view = tl.program_id(0), tl.program_id(1)
     a = tl.arange(0, PAD)
-    live = (rows < n)[:, None] & (a < K)[None, :]
-    index = tl.load(index_ptr + (view * n + rows)[:, None] * K + a[None, :], live, other=0)
-    grad = _weigh(weight_ptr, gradient_ptr, view * n + rows, rows < n, n)
+    live = a < K
+    index = tl.load(index_ptr + (view * n + row) * K + a, live, other=0)
+    grad = _weigh(weight_ptr, gradient_ptr, view * n + row, n)
     x_ptr += view * n * d
     sum_ptr += view * n * d
     out_ptr += view * n * d
-    square = tl.zeros((ROWS, PAD), tl.float32)
-    along = tl.zeros((ROWS, PAD), tl.float32)
+    square = tl.zeros((PAD,), tl.float32)
+    along = tl.zeros((PAD,), tl.float32)
     for start in range(0, d, WIDE):
         dims = start + tl.arange(0, WIDE)
-        inside = (rows < n)[:, None] & (dims < d)[None, :]
-        total = tl.load(sum_ptr + rows[:, None] * d + dims[None, :], inside, other=0.0)
-        edge = _edges(x_ptr, rows, index, live, dims, n, d)
-        square += tl.sum(edge * edge, 2)
-        along += tl.sum(edge * total[:, None, :], 2)
+        total = tl.load(sum_ptr + row * d + dims, dims < d, other=0.0)
+        edge = _edges(x_ptr, row, index, live, dims, d)
+        square += tl.sum(edge * edge, 1)
+        along += tl.sum(edge * total[None, :], 1)
     inverse = _inverse_root(square, live)
     for start in range(0, d, WIDE):
         dims = start + tl.arange(0, WIDE)
-        inside = (rows < n)[:, None] & (dims < d)[None, :]
-        total = tl.load(sum_ptr + rows[:, None] * d + dims[None, :], inside, other=0.0)
-        edge = _edges(x_ptr, rows, index, live, dims, n, d)
-        push = total[:, None, :] - edge * (along * inverse * inverse)[:, :, None]
-        push *= (grad[:, None] * inverse)[:, :, None]
-        mask = live[:, :, None] & (dims < d)[None, None, :]
-        tl.atomic_add(out_ptr + index[:, :, None] * d + dims[None, None, :], push, mask, sem="relaxed")
-        tl.atomic_add(out_ptr + rows[:, None] * d + dims[None, :], -tl.sum(push, 1), inside, sem="relaxed")
+        total = tl.load(sum_ptr + row * d + dims, dims < d, other=0.0)
+        edge = _edges(x_ptr, row, index, live, dims, d)
+        push = (total[None, :] - edge * (along * inverse * inverse)[:, None]) * (grad * inverse)[:, None]
+        mask = live[:, None] & (dims < d)[None, :]
+        tl.atomic_add(out_ptr + index[:, None] * d + dims[None, :], push, mask, sem="relaxed")
+        tl.atomic_add(out_ptr + row * d + dims, -tl.sum(push, 0), dims < d, sem="relaxed")
 
 
 @triton.jit
@@ -194,7 +190,7 @@ def _rbf(
     pair = (a < K)[:, None] & (a < K)[None, :] & (a[:, None] != a[None, :])
     local = tl.where(pair, tl.exp(-gamma * square), 0.0)
     if BACKWARD:
-        grad = _weigh(weight_ptr, gradient_ptr, view * n + row, True, n)
+        grad = _weigh(weight_ptr, gradient_ptr, view * n + row, n)
         pull = edge * tl.sum(local, 1)[:, None] - tl.dot(local, edge, input_precision=PRECISION)
         tl.atomic_add(out_ptr + there, -2 * gamma * grad * pull, live, sem="relaxed")
     else:
@@ -244,35 +240,37 @@ def _alignment(score_ptr, term_ptr, grad_ptr, n, EPS: tl.constexpr, N: tl.conste
     tl.store(grad_ptr + n + i, _unstandardise(push * t0 + 2 * t1 * q0 / n, c1, inverse1, slope1, live, n), live)
 
 
-def _select_shape(n: int, d: int, k: int) -> dict[str, int]:
-    """Blocks of which each of 256 threads holds 32 of the sums (rows × points × dimensions): half the registers of a
-    multiprocessor, so that what runs beside finds room."""
-    points = triton.next_power_of_2(n)
-    chunk = min(32, triton.next_power_of_2(d), 8192 // (ROWS * points))
-    wide = min(128, triton.next_power_of_2(d))
-    return {"K": k, "PAD": NEIGHBORS, "ROWS": ROWS, "N": points, "CHUNK": chunk, "WIDE": wide, "num_warps": 8}
+def _launch(kernel: Any, grid: tuple[int, ...], *places: Any, **shape: Any) -> None:
+    leave_room(wrap_triton(kernel)[grid](*places, **shape))
+
+
+def _select_nearest(x: Tensor, k: int, *, score: Tensor | None, median: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The neighbours (v, n, k) of v sets of points (v, n, d), and Σ u (v, n, d) if their scores are asked for."""
+    v, n, d = x.shape
+    distance, index = x.new_empty(v, n, n), x.new_empty(v, n, k, dtype=torch.int32)
+    total = x if score is None else torch.empty_like(x)
+    across, depth = triton.cdiv(n, TILE), min(DEPTH, triton.next_power_of_2(d))
+    _launch(_distances, (across, across, v), x, distance, n, d, TILE=TILE, DEPTH=depth, num_warps=8)
+    places = (x, distance, index, total, x if score is None else score, index if median is None else median)
+    wanted = {"SCORE": score is not None, "MEDIAN": median is not None}
+    shape = {"K": k, "PAD": NEIGHBORS, "N": triton.next_power_of_2(n), "WIDE": min(128, triton.next_power_of_2(d))}
+    _launch(_select, (n, v), *places, n, d, **wanted, **shape, num_warps=1)
+    return index, total
 
 
 def scores(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Eq. (6) for v sets of points (v, n, d): (v, n); their neighbours (v, n, k) int32, and Σ u (v, n, d)."""
-    v, n, d = x.shape
-    score, index, total = x.new_empty(v, n), x.new_empty(v, n, k, dtype=torch.int32), torch.empty_like(x)
-    places = (x, index, total, score, score)  # distances are not asked for
-    wrap_triton(_select)[(triton.cdiv(n, ROWS), v)](*places, n, d, SCORE=True, **_select_shape(n, d, k))
-    return score, index, total
+    score = x.new_empty(x.shape[:2])
+    return score, *_select_nearest(x, k, score=score, median=None)
 
 
 def rbf_scores(x: Tensor, k: int, width: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Eq. (10) with the RBF kernel, likewise, and γ (v,): that given, or that of kernels.kernel_width's median."""
     v, n, d = x.shape
-    score, index, used = x.new_empty(v, n), x.new_empty(v, n, k, dtype=torch.int32), x.new_empty(v)
-    distance, median = x.new_empty(v, n, n), x.new_empty(v, n, dtype=torch.int32)
-    shape = _select_shape(n, d, k)
-    wrap_triton(_select)[(triton.cdiv(n, ROWS), v)](x, index, x, x, distance, n, d, SCORE=False, **shape)
-    if width is None:
-        wrap_triton(_median)[(n, v)](distance, median, n, N=shape["N"], num_warps=1)
+    score, used, median = x.new_empty(v, n), x.new_empty(v), x.new_empty(v, n, dtype=torch.int32)
+    index, _ = _select_nearest(x, k, score=None, median=median if width is None else None)
     places = (score, score, x, index, median, used if width is None else width, score, used)
-    wrap_triton(_rbf)[(n, v)](*places, n, d, **_rbf_shape(n, d, k), MEDIAN=width is None, BACKWARD=False)
+    _launch(_rbf, (n, v), *places, n, d, **_rbf_shape(n, d, k), MEDIAN=width is None, BACKWARD=False)
     return score, index, used
 
 
@@ -287,7 +285,7 @@ def align(score: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Alignment, decorrelation and ρ (3,) of two views' scores (2, n), and the gradients (2, 2, n) of the first two."""
     n = score.shape[1]
     terms, gradients = score.new_empty(3), score.new_empty(2, 2, n)
-    wrap_triton(_alignment)[(1,)](score, terms, gradients, n, EPS=eps, N=triton.next_power_of_2(n), num_warps=1)
+    _launch(_alignment, (1,), score, terms, gradients, n, EPS=eps, N=triton.next_power_of_2(n), num_warps=1)
     return terms, gradients
 
 
@@ -304,8 +302,8 @@ def _terms_gradient(weights: Tensor, gradients: Tensor, x: Tensor, index: Tensor
     v, n, d = x.shape
     out = torch.zeros_like(x)
     places = (weights.contiguous(), gradients, x, index, total, out)
-    shape = {"K": index.shape[-1], "PAD": NEIGHBORS, "ROWS": 1, "WIDE": min(128, triton.next_power_of_2(d))}
-    wrap_triton(_score_gradient)[(n, v)](*places, n, d, **shape, num_warps=1)
+    shape = {"K": index.shape[-1], "PAD": NEIGHBORS, "WIDE": min(128, triton.next_power_of_2(d))}
+    _launch(_score_gradient, (n, v), *places, n, d, **shape, num_warps=1)
     return out
 
 
@@ -323,12 +321,13 @@ def _rbf_terms_gradient(weights: Tensor, gradients: Tensor, x: Tensor, index: Te
     out = torch.zeros_like(x)
     places = (weights.contiguous(), gradients, x, index, index, width, out, out)
     shape = _rbf_shape(n, d, index.shape[-1])
-    wrap_triton(_rbf)[(n, v)](*places, n, d, **shape, MEDIAN=False, BACKWARD=True)
+    _launch(_rbf, (n, v), *places, n, d, **shape, MEDIAN=False, BACKWARD=True)
     return out
 
 
 def _keep(ctx, inputs, output) -> None:
     ctx.save_for_backward(inputs[0], *output[1:])
+    ctx.set_materialize_grads(False)  # of what is only kept
 
 
 def _terms_backward(ctx, grad, *_) -> tuple[Tensor, None, None]:

@@ -221,11 +221,15 @@ class Step:
             return None
         if self._graph is None:
             try:
-                graph = torch.cuda.CUDAGraph()
+                from curvssl import driver
+
+                graph = torch.cuda.CUDAGraph(keep_graph=True)
                 self.optimizer.zero_grad()
                 # What the rest of the step waits for goes before what runs beside it.
                 with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1)):
                     self._plain(*self._static)
+                driver.zero_by_kernels(graph)
+                graph.instantiate()
                 self._graph = graph
             except RuntimeError as error:
                 reason = str(error).splitlines()[0]
