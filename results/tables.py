@@ -4,11 +4,13 @@ A table stands between `<!-- table NAME -->` and `<!-- end -->`; NAME is a funct
 """
 
 import json
+import random
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 HERE = Path(__file__).parent
@@ -64,14 +66,14 @@ def gpu() -> str:
     """Steps, with what each costs over Barlow Twins, and the peers of the same run."""
     found = read("gpu.json")
     top = found["ceilings"]["bf16_TFLOP_per_s"]
-    base = {(r["stem"], r["batch"]): r["ms"] for r in found["steps"] if r["method"] == "barlow-twins"}
+    base = {(r["stem"], r["batch"]): r for r in found["steps"] if r["method"] == "barlow-twins"}
     ours = {(r["stem"], r["batch"]): r["ms"] for r in found["steps"] if r["method"] == "curvssl"}
     rows = []
     for r in found["steps"] + found["peers"]:
         key = (r["stem"], r["batch"])
         views = 2e3 * r["batch"] / r["ms"]
         share = f"{views * FLOPS[r['stem']] / top / 1e12:.1%}"
-        over = f"{r['ms'] / base[key] - 1:+.1%}" if "method" in r else f"{r['ms'] / ours[key]:.1f}× our CurvSSL step"
+        over = cost(r, base[key]) if "method" in r else f"{r['ms'] / ours[key]:.1f}× our CurvSSL step"
         name = r.get("method") or f"Barlow Twins, {r['peer']}, {r['workers']} workers"
         room = f"{r['peak_GB']:.1f} GB" if "peak_GB" in r else ""
         rows.append([STEMS[r["stem"]], str(r["batch"]), name, f"{r['ms']:.2f}", f"{views:,.0f}", share, over, room])
@@ -79,41 +81,55 @@ def gpu() -> str:
     return markdown(header, rows, "gpu.json")
 
 
-def steps_of(found: Any) -> dict[tuple[str, str], float]:
-    """(stem, method or peer) → ms a step at b = 256, of a run of the benchmark."""
+def cost(step: Any, base: Any) -> str:
+    """What a step takes over another, and a 95 % interval from drawing the rounds, which both share, again."""
+    if step is base:
+        return ""
+    draw = random.Random(0)
+    pairs, found = list(zip(step["rounds"], base["rounds"], strict=True)), []
+    for _ in range(2000):
+        mine, theirs = zip(*draw.choices(pairs, k=len(pairs)), strict=True)
+        found.append(median(mine) / median(theirs) - 1)
+    cuts = quantiles(found, n=40)
+    return f"{step['ms'] / base['ms'] - 1:+.1%} [{100 * cuts[0]:+.1f}, {100 * cuts[-1]:+.1f}]"
+
+
+def steps_of(found: Any) -> dict[tuple[str, str], Any]:
+    """(stem, method or peer) → what was measured of it at b = 256, in a run of the benchmark."""
     every = [r for r in found["steps"] + found["peers"] if r["batch"] == 256]
-    return {(r["stem"], r.get("method") or r["peer"]): r["ms"] for r in every}
+    return {(r["stem"], r.get("method") or r["peer"]): r for r in every}
 
 
 def gpu_hosts() -> str:
-    """What depends on the host, in two runs; each ratio is of one run."""
-    runs = [read("gpu.json"), read("gpu-43ca994.json")]
-    ms = [steps_of(run) for run in runs]
+    """What depends on the host, in three runs; each ratio is of one run."""
+    runs = [read("gpu.json"), read("gpu-5a46af5.json"), read("gpu-43ca994.json")]
+    steps = [steps_of(run) for run in runs]
     rows = [["augmentation of 512 views, kornia", *(f"{run['augmentation']['kornia_ms']:.1f} ms" for run in runs)]]
     for stem, name in STEMS.items():
-        ours, theirs = ([run[stem, method] for run in ms] for method in ("curvssl", "lightly"))
+        ours, theirs = ([run[stem, method]["ms"] for run in steps] for method in ("curvssl", "lightly"))
         ratios = [f"{y:.1f} ms, {y / x:.1f}× our CurvSSL step" for x, y in zip(ours, theirs, strict=True)]
         rows += [
             [f"our CurvSSL step, {name} stem", *(f"{x:.2f} ms" for x in ours)],
             [f"Barlow Twins' step, lightly, {name} stem", *ratios],
         ]
         for method in ("curvssl", "kernel-curvssl"):
-            over = [f"{run[stem, method] / run[stem, 'barlow-twins'] - 1:+.1%}" for run in ms]
+            over = [cost(run[stem, method], run[stem, "barlow-twins"]) for run in steps]
             rows.append([f"{method} over barlow-twins, {name} stem", *over])
     for start, name in (("cold", "nothing compiled before"), ("warm", "with what that left in the cache")):
         seconds = [run["start_up"][f"{start}_first_step_s"] for run in runs]
         rows.append([f"to the first step, {name}", *(f"{s:.0f} s" for s in seconds)])
-    return markdown(("b = 256", "this run", "the run before"), rows, "gpu-43ca994.json")
+    header = ("b = 256", *(run["provenance"]["commit"][:7] for run in runs))
+    return markdown(header, rows, "gpu*.json", "one run a column")
 
 
 def speed() -> str:
     """README's short form: our CurvSSL step beside lightly's Barlow Twins step."""
-    ms = steps_of(read("gpu.json"))
+    steps = steps_of(read("gpu.json"))
     rows = []
     for stem, name in STEMS.items():
-        ours, base, theirs = ms[stem, "curvssl"], ms[stem, "barlow-twins"], ms[stem, "lightly"]
-        cells = [f"{ours:.2f} ms", f"{theirs:.1f} ms", f"{theirs / ours:.1f}×", f"{ours / base - 1:+.1%}"]
-        rows.append([f"ResNet-18, {name} stem", *cells])
+        ours, theirs = (steps[stem, method]["ms"] for method in ("curvssl", "lightly"))
+        over = cost(steps[stem, "curvssl"], steps[stem, "barlow-twins"])
+        rows.append([f"ResNet-18, {name} stem", f"{ours:.2f} ms", f"{theirs:.1f} ms", f"{theirs / ours:.1f}×", over])
     header = ("b = 256", "CurvSSL, ours", "Barlow Twins, lightly", "ratio", "the curvature term costs")
     return markdown(header, rows, "gpu.json")
 
@@ -158,6 +174,19 @@ def gpu_floors() -> str:
         )
     header = ("stem", "cuDNN's convolutions alone", "BatchNorm, ReLU, residuals", "at the speed of a copy", "together")
     return markdown(header, rows, "gpu.json")
+
+
+def gpu_fusions() -> str:
+    """What cuDNN takes for a convolution with BatchNorm before and sums after it."""
+    rows = []
+    for r in read("gpu-notes.json")["fusions"]:
+        low, half = r["bf16"], r["fp16"]
+        names = ("conv", "conv_sums", "norm_conv_sums", "wgrad", "norm_wgrad")
+        cells = (low["conv"], low["wgrad"], *(half[name] for name in names))
+        rows.append([f"256 × {r['channels']} × {r['side']} × {r['side']}", *(f"{us:.1f}" for us in cells)])
+    header = ("3×3, µs", "bf16", "weight gradient", "fp16", "with sums", "norm, ReLU, sums", "weight gradient",
+              "with norm, ReLU")  # fmt: skip
+    return markdown(header, rows, "gpu-notes.json", key="fusions_provenance")
 
 
 def gpu_sharing() -> str:
@@ -416,6 +445,7 @@ MADE = (
     gpu_profile,
     gpu_kernels,
     gpu_parts,
+    gpu_fusions,
     gpu_start_up,
     trap,
     literal_runs,
