@@ -220,7 +220,7 @@ def gpu_profile() -> str:
         [STEMS[r["stem"]], r["part"], f"{r['us'] / 1e3:.2f} ms", str(r["kernels"])]
         for r in read("gpu-notes.json")["profile"]
     ]
-    return markdown(("stem", "part of a step", "time", "kernels"), rows, "gpu-notes.json")
+    return markdown(("stem", "part of a step", "time", "kernels"), rows, "gpu-notes.json", key="profile_provenance")
 
 
 def probe_notes() -> str:
