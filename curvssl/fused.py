@@ -291,37 +291,33 @@ def align(score: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @triton_op("curvssl::terms", mutates_args={})
 def _terms(x: Tensor, k: int, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    score, *kept = scores(x.contiguous(), k)
-    found, gradients = align(score, eps)
-    return found, gradients, kept[0], kept[1]
+    score, index, total = scores(x.contiguous(), k)
+    return *align(score, eps), index, total
 
 
 @triton_op("curvssl::terms_gradient", mutates_args={})
 def _terms_gradient(weights: Tensor, gradients: Tensor, x: Tensor, index: Tensor, total: Tensor) -> Tensor:
     x = x.contiguous()
-    v, n, d = x.shape
     out = torch.zeros_like(x)
-    places = (weights.contiguous(), gradients, x, index, total, out)
-    shape = {"K": index.shape[-1], "PAD": NEIGHBORS, "WIDE": min(128, triton.next_power_of_2(d))}
-    _launch(_score_gradient, (n, v), *places, n, d, **shape, num_warps=1)
+    v, n, d = x.shape
+    shape = {"K": index.shape[-1], "PAD": NEIGHBORS, "WIDE": min(128, triton.next_power_of_2(d)), "num_warps": 1}
+    _launch(_score_gradient, (n, v), weights.contiguous(), gradients, x, index, total, out, n, d, **shape)
     return out
 
 
 @triton_op("curvssl::rbf_terms", mutates_args={})
 def _rbf_terms(x: Tensor, k: int, eps: float, width: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    score, *kept = rbf_scores(x.contiguous(), k, width)
-    found, gradients = align(score, eps)
-    return found, gradients, kept[0], kept[1]
+    score, index, used = rbf_scores(x.contiguous(), k, width)
+    return *align(score, eps), index, used
 
 
 @triton_op("curvssl::rbf_terms_gradient", mutates_args={})
 def _rbf_terms_gradient(weights: Tensor, gradients: Tensor, x: Tensor, index: Tensor, width: Tensor) -> Tensor:
     x = x.contiguous()
-    v, n, d = x.shape
     out = torch.zeros_like(x)
-    places = (weights.contiguous(), gradients, x, index, index, width, out, out)
-    shape = _rbf_shape(n, d, index.shape[-1])
-    _launch(_rbf, (n, v), *places, n, d, **shape, MEDIAN=False, BACKWARD=True)
+    v, n, d = x.shape
+    shape = _rbf_shape(n, d, index.shape[-1]) | {"MEDIAN": False, "BACKWARD": True}
+    _launch(_rbf, (n, v), weights.contiguous(), gradients, x, index, index, width, out, out, n, d, **shape)
     return out
 
 

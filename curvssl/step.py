@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from curvssl.augment import Augment
+from curvssl.driver import zero_by_kernels
 from curvssl.losses import Loss, Part
 from curvssl.models import Net, per_view
 
@@ -221,14 +222,12 @@ class Step:
             return None
         if self._graph is None:
             try:
-                from curvssl import driver
-
                 graph = torch.cuda.CUDAGraph(keep_graph=True)
                 self.optimizer.zero_grad()
                 # What the rest of the step waits for goes before what runs beside it.
                 with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1)):
                     self._plain(*self._static)
-                driver.zero_by_kernels(graph)
+                zero_by_kernels(graph)
                 graph.instantiate()
                 self._graph = graph
             except RuntimeError as error:
