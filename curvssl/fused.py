@@ -16,16 +16,18 @@ from torch.library import triton_op, wrap_triton
 from curvssl.driver import leave_room
 from curvssl.kernels import MEDIAN_POINTS
 
-POINTS = MEDIAN_POINTS  # rows of distances to this many stay in one program's registers; with more, topk is faster
-WIDTH = 2048  # and so does one point of this many dimensions
+POINTS = 1024  # distances to this many stay in one warp's registers
+WIDTH = 2048  # dimensions; longer points are left to matrix products
 NEIGHBORS = 16
 UNROLL = tl.constexpr(4)
 TILE = 32  # points × points whose distances a program finds, DEPTH dimensions at a time
 DEPTH = 16
+RBF_WIDE = 32
 
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps)  # as in kernels.inverse_root
 SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
 LAST = tl.constexpr(2**31 - 1)
+EXACT = tl.constexpr("tf32x3")  # three products of the matrix units are as exact as one in float32
 
 
 def fits(x: Tensor, *, k: int) -> bool:
@@ -57,11 +59,11 @@ def _distances(x_ptr, distance_ptr, n, d, TILE: tl.constexpr, DEPTH: tl.constexp
 
 @triton.jit
 def _select(
-    x_ptr, distance_ptr, index_ptr, sum_ptr, score_ptr, median_ptr, n, d, SCORE: tl.constexpr, MEDIAN: tl.constexpr,
+    x_ptr, distance_ptr, index_ptr, sum_ptr, score_ptr, median_ptr, n, d, SCORE: tl.constexpr, STEP: tl.constexpr,
     K: tl.constexpr, PAD: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One point's K nearest; with SCORE its S = Σ_a u_a and c = (‖S‖² − Σ_a ‖u_a‖²) / 2; with MEDIAN the median of its
-    distances to the others, as bits."""
+    """One point's K nearest; with SCORE its S = Σ_a u_a and c = (‖S‖² − Σ_a ‖u_a‖²) / 2; with STEP, if it is one of
+    every STEP, the median of its distances to the others of these, as bits."""
     row, view = tl.program_id(0), tl.program_id(1)
     points = tl.arange(0, N)
     a = tl.arange(0, PAD)
@@ -77,8 +79,11 @@ def _select(
         left = tl.where(points == nearest, LAST, left)
         index = tl.where(a == i, nearest, index)
     tl.store(index_ptr + here * K + a, index, a < K)
-    if MEDIAN:
-        tl.store(median_ptr + here, _middle(bits, n))
+    if STEP > 0:  # noqa: SIM102 — Triton would not stop at the first
+        if row % STEP == 0:
+            some = tl.cdiv(n, STEP)
+            middle = _middle(tl.where(points % STEP == 0, bits, LAST), some)
+            tl.store(median_ptr + view * some + row // STEP, middle)
     if SCORE:
         x_ptr += view * n * d
         live = a < K
@@ -164,35 +169,40 @@ def _score_gradient(
 
 @triton.jit
 def _rbf(
-    weight_ptr, gradient_ptr, x_ptr, index_ptr, median_ptr, width_ptr, out_ptr, used_ptr, n, d, K: tl.constexpr,
-    PAD: tl.constexpr, N: tl.constexpr, D: tl.constexpr, MEDIAN: tl.constexpr, BACKWARD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    weight_ptr, gradient_ptr, x_ptr, index_ptr, median_ptr, width_ptr, out_ptr, used_ptr, n, d, medians,
+    K: tl.constexpr, PAD: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """Of one point's neighbours: Σ_{a<b} exp(−γ‖x_a − x_b‖²), or its gradient −2γ (x_a Σ_b k_ab − Σ_b k_ab x_b)."""
     row, view = tl.program_id(0), tl.program_id(1)
     a = tl.arange(0, PAD)
-    dims = tl.arange(0, D)
-    index = tl.load(index_ptr + (view * n + row) * K + a, a < K, other=0)
-    live = (a < K)[:, None] & (dims < d)[None, :]
-    there = view * n * d + index[:, None] * d + dims[None, :]
-    centre = tl.load(x_ptr + (view * n + row) * d + dims, dims < d, other=0.0)
-    edge = tl.where(live, tl.load(x_ptr + there, live, other=0.0) - centre[None, :], 0.0)
-    if MEDIAN:  # γ = 1/(2m²), m² the median of all points' medians: sooner found by each than waited for by all
+    live = a < K
+    index = tl.load(index_ptr + (view * n + row) * K + a, live, other=0)
+    x_ptr += view * n * d
+    if N > 0:  # γ = 1/(2m²), m² the median of the points' medians: sooner found by each than waited for by all
         points = tl.arange(0, N)
-        medians = tl.load(median_ptr + view * n + points, points < n, other=LAST)
-        twice = 2 * _middle(medians, n).to(tl.float32, bitcast=True)
+        each = tl.load(median_ptr + view * medians + points, points < medians, other=LAST)
+        twice = 2 * _middle(each, medians).to(tl.float32, bitcast=True)
         gamma = tl.where(twice > SMALLEST, 1 / tl.where(twice > SMALLEST, twice, 1.0), 1.0)
     else:
         gamma = tl.load(width_ptr + view)
-    own = tl.sum(edge * edge, 1)
-    product = tl.dot(edge, tl.trans(edge), input_precision=PRECISION)
+    own = tl.zeros((PAD,), tl.float32)
+    product = tl.zeros((PAD, PAD), tl.float32)
+    for start in range(0, d, WIDE):
+        edge = _edges(x_ptr, row, index, live, start + tl.arange(0, WIDE), d)
+        own += tl.sum(edge * edge, 1)
+        product += tl.dot(edge, tl.trans(edge), input_precision=EXACT)
     square = tl.maximum(own[:, None] + own[None, :] - 2 * product, 0.0)
-    pair = (a < K)[:, None] & (a < K)[None, :] & (a[:, None] != a[None, :])
+    pair = live[:, None] & live[None, :] & (a[:, None] != a[None, :])
     local = tl.where(pair, tl.exp(-gamma * square), 0.0)
     if BACKWARD:
-        grad = _weigh(weight_ptr, gradient_ptr, view * n + row, n)
-        pull = edge * tl.sum(local, 1)[:, None] - tl.dot(local, edge, input_precision=PRECISION)
-        tl.atomic_add(out_ptr + there, -2 * gamma * grad * pull, live, sem="relaxed")
+        pull = -2 * gamma * _weigh(weight_ptr, gradient_ptr, view * n + row, n)
+        every = tl.sum(local, 1)[:, None]
+        for start in range(0, d, WIDE):
+            dims = start + tl.arange(0, WIDE)
+            edge = _edges(x_ptr, row, index, live, dims, d)
+            found = pull * (edge * every - tl.dot(local, edge, input_precision=EXACT))
+            mask = live[:, None] & (dims < d)[None, :]
+            tl.atomic_add(out_ptr + view * n * d + index[:, None] * d + dims[None, :], found, mask, sem="relaxed")
     else:
         tl.store(out_ptr + view * n + row, tl.sum(local) / 2)
         if row == 0:
@@ -244,7 +254,9 @@ def _launch(kernel: Any, grid: tuple[int, ...], *places: Any, **shape: Any) -> N
     leave_room(wrap_triton(kernel)[grid](*places, **shape))
 
 
-def _select_nearest(x: Tensor, k: int, *, score: Tensor | None, median: Tensor | None) -> tuple[Tensor, Tensor]:
+def _select_nearest(
+    x: Tensor, k: int, *, score: Tensor | None = None, median: Tensor | None = None, step: int = 0
+) -> tuple[Tensor, Tensor]:
     """The neighbours (v, n, k) of v sets of points (v, n, d), and Σ u (v, n, d) if their scores are asked for."""
     v, n, d = x.shape
     distance, index = x.new_empty(v, n, n), x.new_empty(v, n, k, dtype=torch.int32)
@@ -252,7 +264,7 @@ def _select_nearest(x: Tensor, k: int, *, score: Tensor | None, median: Tensor |
     across, depth = triton.cdiv(n, TILE), min(DEPTH, triton.next_power_of_2(d))
     _launch(_distances, (across, across, v), x, distance, n, d, TILE=TILE, DEPTH=depth, num_warps=8)
     places = (x, distance, index, total, x if score is None else score, index if median is None else median)
-    wanted = {"SCORE": score is not None, "MEDIAN": median is not None}
+    wanted = {"SCORE": score is not None, "STEP": step}
     shape = {"K": k, "PAD": NEIGHBORS, "N": triton.next_power_of_2(n), "WIDE": min(128, triton.next_power_of_2(d))}
     _launch(_select, (n, v), *places, n, d, **wanted, **shape, num_warps=1)
     return index, total
@@ -261,31 +273,35 @@ def _select_nearest(x: Tensor, k: int, *, score: Tensor | None, median: Tensor |
 def scores(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Eq. (6) for v sets of points (v, n, d): (v, n); their neighbours (v, n, k) int32, and Σ u (v, n, d)."""
     score = x.new_empty(x.shape[:2])
-    return score, *_select_nearest(x, k, score=score, median=None)
+    return score, *_select_nearest(x, k, score=score)
 
 
 def rbf_scores(x: Tensor, k: int, width: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Eq. (10) with the RBF kernel, likewise, and γ (v,): that given, or that of kernels.kernel_width's median."""
     v, n, d = x.shape
-    score, used, median = x.new_empty(v, n), x.new_empty(v), x.new_empty(v, n, dtype=torch.int32)
-    index, _ = _select_nearest(x, k, score=None, median=median if width is None else None)
+    step = triton.cdiv(n, MEDIAN_POINTS) if width is None else 0
+    medians = triton.cdiv(n, step) if step else 0
+    score, used, median = x.new_empty(v, n), x.new_empty(v), x.new_empty(v, medians, dtype=torch.int32)
+    index, _ = _select_nearest(x, k, median=median, step=step)
     places = (score, score, x, index, median, used if width is None else width, score, used)
-    _launch(_rbf, (n, v), *places, n, d, **_rbf_shape(n, d, k), MEDIAN=width is None, BACKWARD=False)
+    _launch(_rbf, (n, v), *places, n, d, medians, **_rbf_shape(medians, d, k), BACKWARD=False)
     return score, index, used
 
 
-def _rbf_shape(n: int, d: int, k: int) -> dict[str, Any]:
-    shape = {"K": k, "PAD": NEIGHBORS, "N": triton.next_power_of_2(n), "D": max(16, triton.next_power_of_2(d))}
-    # Three products of the matrix units are as exact as one in float32; of long points they need too much memory.
-    short = {"PRECISION": "tf32x3", "num_warps": 1}  # a warp that need not wait for others takes two thirds of the time
-    return shape | (short if d <= 256 else {"PRECISION": "ieee", "num_warps": 4})
+def _rbf_shape(medians: int, d: int, k: int) -> dict[str, int]:
+    """A warp that need not wait for others takes two thirds of the time; few dimensions at once leave it registers, and
+    shared memory to others."""
+    points = triton.next_power_of_2(medians) if medians else 0
+    wide = min(RBF_WIDE, max(16, triton.next_power_of_2(d)))
+    return {"K": k, "PAD": NEIGHBORS, "N": points, "WIDE": wide, "num_warps": 1}
 
 
 def align(score: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Alignment, decorrelation and ρ (3,) of two views' scores (2, n), and the gradients (2, 2, n) of the first two."""
     n = score.shape[1]
     terms, gradients = score.new_empty(3), score.new_empty(2, 2, n)
-    _launch(_alignment, (1,), score, terms, gradients, n, EPS=eps, N=triton.next_power_of_2(n), num_warps=1)
+    shape = {"N": triton.next_power_of_2(n), "num_warps": 1 if n <= 512 else 4}  # as many as have the registers
+    _launch(_alignment, (1,), score, terms, gradients, n, EPS=eps, **shape)
     return terms, gradients
 
 
@@ -316,8 +332,8 @@ def _rbf_terms_gradient(weights: Tensor, gradients: Tensor, x: Tensor, index: Te
     x = x.contiguous()
     out = torch.zeros_like(x)
     v, n, d = x.shape
-    shape = _rbf_shape(n, d, index.shape[-1]) | {"MEDIAN": False, "BACKWARD": True}
-    _launch(_rbf, (n, v), weights.contiguous(), gradients, x, index, index, width, out, out, n, d, **shape)
+    shape = _rbf_shape(0, d, index.shape[-1]) | {"BACKWARD": True}
+    _launch(_rbf, (n, v), weights.contiguous(), gradients, x, index, index, width, out, out, n, d, 0, **shape)
     return out
 
 

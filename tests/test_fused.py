@@ -11,9 +11,12 @@ CASES = [(256, 128, 10), (100, 20, 5), (37, 3, 16), (11, 5, 10)]
 
 COMPARE = """
 from test_fused import compare, compare_alignment
+from curvssl import fused, kernels
 for n, d, k in ((21, 18, 10), (7, 3, 4), (6, 300, 4)):
     compare(n, d, k, device="cpu")
     compare_alignment(n, device="cpu")
+fused.MEDIAN_POINTS = kernels.MEDIAN_POINTS = 8  # so that the median is that of every third point
+compare(20, 5, 3, device="cpu")
 """
 
 
@@ -86,13 +89,13 @@ def test_kernels_equal_the_plain_geometry_in_tritons_interpreter() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n", [11, 256, 300, 512])
+@pytest.mark.parametrize("n", [11, 256, 300, 512, 1000])
 def test_the_terms_of_the_curvature_equal_the_written_out_matrix_on_the_device(n: int) -> None:
     compare_alignment(n, device="cuda")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("n", "d", "k"), [*CASES, (512, 64, 10), (256, 2048, 10)])
+@pytest.mark.parametrize(("n", "d", "k"), [*CASES, (512, 64, 10), (1024, 128, 10), (777, 33, 16), (256, 2048, 10)])
 def test_kernels_equal_the_plain_geometry_on_the_device(n: int, d: int, k: int) -> None:
     compare(n, d, k, device="cuda")
 
