@@ -106,34 +106,38 @@ def search(stem: str, batch: int) -> None:
 
 
 def step_worker(stem: str, batch: int, ready: Any, turn: Any, answers: Any) -> None:
-    """All objectives of one network and batch in one process, so that cuDNN has chosen the same algorithms for them;
-    they take turns, each first as often as last, when every process has compiled and no other is timing."""
+    """All objectives of one network and batch in one process, so that cuDNN has chosen the same algorithms for them.
+    Each is captured twice, for where its memory lies matters, too; they take turns, each first as often as last, when
+    every process has compiled and no other is timing."""
     try:
         with turn:
             search(stem, batch)
         ready.wait()
-        calls, room = {}, {}
-        for method in METHODS:
+        calls, room = [], {}
+        for method in 2 * METHODS:
             before = torch.cuda.memory_reserved()
-            step, calls[method] = make_step(stem, batch, method, "captured")
+            step, call = make_step(stem, batch, method, "captured")
             for _ in range(6):
-                calls[method]()
+                call()
             torch.cuda.synchronize()
             assert step.mode == "captured"
             room[method] = (torch.cuda.memory_reserved() - before) / 1e9
+            calls.append(call)
         ready.wait()
     except Exception as error:
         answers.put({"error": f"{stem}, {batch}: {type(error).__name__}: {error}"})
         ready.abort()
         raise
     with turn:
-        rounds: dict[str, list[float]] = {method: [] for method in METHODS}
-        for i in range(40 if batch == 256 else 12):
-            for j in range(len(METHODS)):
-                method = METHODS[(i + j) % len(METHODS)]
-                rounds[method].append(median_ms(calls[method], times=20 * 256 // batch, repeats=1))
-        for method, ms in rounds.items():
-            row = {"stem": stem, "batch": batch, "method": method, "ms": statistics.median(ms), "rounds": ms}
+        turns: list[list[float]] = [[] for _ in calls]
+        times = round(50 / median_ms(calls[0], times=5))  # a turn is some 50 ms, for clocks go up and down
+        for i in range(64 if batch == 256 else 16):
+            for j in range(len(calls)):
+                k = (i + j) % len(calls)
+                turns[k].append(median_ms(calls[k], times=times, repeats=1))
+        for k, method in enumerate(METHODS):
+            rounds = [(one + other) / 2 for one, other in zip(turns[k], turns[k + len(METHODS)], strict=True)]
+            row = {"stem": stem, "batch": batch, "method": method, "ms": statistics.median(rounds), "rounds": rounds}
             answers.put(row | {"peak_GB": room[method]})
 
 

@@ -64,7 +64,8 @@ def encode(net: Any, x: Tensor) -> Tensor:
         out = layers.convolve(block.conv2, out)
         found = layers.normalise(block.bn2, out, residual=shortcut, fork=reader is not None)
     layers.keep_statistics()
-    return found.flatten(1) if found.shape[2:] == (1, 1) else found.mean((2, 3))
+    # The mean of (pixels, channels) has a gradient in channels_last, and that of the last two dimensions has not.
+    return found.flatten(1) if found.shape[2:] == (1, 1) else found.permute(0, 2, 3, 1).flatten(1, 2).mean(1)
 
 
 def rehearse(net: Any, images: int, size: int, dtype: torch.dtype, stream: torch.cuda.Stream) -> None:

@@ -17,7 +17,8 @@ TILE = {"ROWS": 64, "COLUMNS": COLUMNS, "num_warps": 4}  # of a map over all pix
 # Of sums over pixels: while a tile is added up, the loads of the STAGES − 1 next ones are under way. Four warps load
 # FOLD rows in bfloat16 at once, so folding a tile to these adds up what each thread has anyway.
 SUMS = {"ROWS": 32, "FOLD": 16, "COLUMNS": COLUMNS, "STAGES": 3, "num_warps": 4}
-PROGRAMS = 528  # four for each of 132 multiprocessors: a sum over pixels is spread over about this many
+PROGRAMS = 528  # four for each of 132 multiprocessors: a sum over pixels is spread over about this many,
+LEAST = 4  # or fewer, of which each has this many tiles: what they find has to be added up, too
 
 # What is read for the last time in a pass is the first to leave the cache (evict_first).
 # Sums are of x − x₀, x₀ the view's first pixel: it has about the size of the others, so the variance keeps its digits.
@@ -176,7 +177,7 @@ def _grid(x: Tensor) -> tuple[int, int, dict[str, int], tuple[int, int, int], tu
     c = x.shape[1]
     rows = x.numel() // c // 2
     down, across = triton.cdiv(rows, SUMS["ROWS"]), triton.cdiv(c, COLUMNS)
-    tiles = triton.cdiv(2 * down * across, PROGRAMS)
+    tiles = max(LEAST, triton.cdiv(2 * down * across, PROGRAMS))
     some = triton.cdiv(down, tiles), across, 2
     return rows, c, {"tiles": tiles, **SUMS}, some, (2 * across * triton.cdiv(rows, TILE["ROWS"]),)
 

@@ -23,6 +23,7 @@ SMALL = 64
 # same in all. Pixels of a tile, warps, stages and programs for small patches (3×3), then for larger ones (7×7).
 FORWARD = ((64, 4, 2, 132 * 10), (64, 4, 2, 132 * 2))
 GRADIENT = ((128, 8, 3, 132 * 3), (64, 4, 3, 132 * 2))
+POOL = {"PIXELS": 16, "COLUMNS": OUTPUTS, "num_warps": 4}  # of a program of the max-pool
 SUMS = 16  # programs that finish together would wait for each other at one sum
 
 
@@ -191,11 +192,10 @@ def _pool(x_ptr, y_ptr, code_ptr, outputs, h, w, c, PIXELS: tl.constexpr, COLUMN
 
 
 @triton.jit
-def _taken(dy_ptr, more_ptr, code_ptr, there, live, PLACE: tl.constexpr):
-    """The two readers' gradient of windows that took what is in one of their nine places."""
-    code = tl.load(code_ptr + there, live, other=-1)
-    dy = tl.load(dy_ptr + there, live, other=0.0).to(tl.float32)
-    return tl.where(code == PLACE, dy + tl.load(more_ptr + there, live, other=0.0).to(tl.float32), 0.0)
+def _window(dy_ptr, more_ptr, code_ptr, there, live):
+    """Which of their nine places some windows took, and the two readers' gradient of it."""
+    dy = tl.load(dy_ptr + there, live, other=0.0).to(tl.float32) + tl.load(more_ptr + there, live, other=0.0)
+    return tl.load(code_ptr + there, live, other=-1), dy
 
 
 @triton.jit
@@ -209,17 +209,19 @@ def _pool_gradient(dy_ptr, more_ptr, code_ptr, dx_ptr, outputs, h, w, c, PIXELS:
     here = (pixel < outputs)[:, None] & (cols < c)[None, :]
     right, below = here & (j + 1 < w // 2)[:, None], here & (i + 1 < h // 2)[:, None]
     at = pixel.to(tl.int64)[:, None] * c + cols[None, :]
-    at_right, at_below = at + c, at + (w // 2) * c
+    under = at + (w // 2) * c
+    code, d = _window(dy_ptr, more_ptr, code_ptr, at, here)
+    code_r, d_r = _window(dy_ptr, more_ptr, code_ptr, at + c, right)
+    code_b, d_b = _window(dy_ptr, more_ptr, code_ptr, under, below)
+    code_rb, d_rb = _window(dy_ptr, more_ptr, code_ptr, under + c, right & below)
     out = ((image * h + 2 * i) * w + 2 * j)[:, None] * c + cols[None, :]
-    tl.store(dx_ptr + out, _taken(dy_ptr, more_ptr, code_ptr, at, here, 4), here)
-    two = _taken(dy_ptr, more_ptr, code_ptr, at, here, 5) + _taken(dy_ptr, more_ptr, code_ptr, at_right, right, 3)
-    tl.store(dx_ptr + out + c, two, here)
-    two = _taken(dy_ptr, more_ptr, code_ptr, at, here, 7) + _taken(dy_ptr, more_ptr, code_ptr, at_below, below, 1)
-    tl.store(dx_ptr + out + w * c, two, here)
-    four = _taken(dy_ptr, more_ptr, code_ptr, at, here, 8) + _taken(dy_ptr, more_ptr, code_ptr, at_right, right, 6)
-    four += _taken(dy_ptr, more_ptr, code_ptr, at_below, below, 2)
-    four += _taken(dy_ptr, more_ptr, code_ptr, at_below + c, right & below, 0)
-    tl.store(dx_ptr + out + w * c + c, four, here)
+    tl.store(dx_ptr + out, tl.where(code == 4, d, 0.0), here)
+    tl.store(dx_ptr + out + c, tl.where(code == 5, d, 0.0) + tl.where(code_r == 3, d_r, 0.0), here)
+    out += w * c
+    tl.store(dx_ptr + out, tl.where(code == 7, d, 0.0) + tl.where(code_b == 1, d_b, 0.0), here)
+    four = tl.where(code == 8, d, 0.0) + tl.where(code_r == 6, d_r, 0.0)
+    four += tl.where(code_b == 2, d_b, 0.0) + tl.where(code_rb == 0, d_rb, 0.0)
+    tl.store(dx_ptr + out + c, four, here)
 
 
 class _Pool(torch.autograd.Function):
@@ -230,7 +232,7 @@ class _Pool(torch.autograd.Function):
         y = torch.empty((n, c, h // 2, w // 2), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
         code = torch.empty_like(y, dtype=torch.int8)
         outputs, grid = _pool_grid(y)
-        _pool[grid](x, y, code, outputs, h, w, c, PIXELS=32, COLUMNS=OUTPUTS, num_warps=4)
+        _pool[grid](x, y, code, outputs, h, w, c, **POOL)
         ctx.save_for_backward(code)
         return y, y.view_as(y)
 
@@ -242,13 +244,13 @@ class _Pool(torch.autograd.Function):
         dx = torch.empty((n, c, 2 * h, 2 * w), dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
         outputs, grid = _pool_grid(code)
         places = (dy, more, code, dx)
-        _pool_gradient[grid](*places, outputs, 2 * h, 2 * w, c, PIXELS=32, COLUMNS=OUTPUTS, num_warps=4)
+        _pool_gradient[grid](*places, outputs, 2 * h, 2 * w, c, **POOL)
         return dx
 
 
 def _pool_grid(y: Tensor) -> tuple[int, tuple[int, int]]:
     n, c, h, w = y.shape
-    return n * h * w, (triton.cdiv(n * h * w, 32), triton.cdiv(c, OUTPUTS))
+    return n * h * w, (triton.cdiv(n * h * w, POOL["PIXELS"]), triton.cdiv(c, POOL["COLUMNS"]))
 
 
 def pool(x: Tensor) -> tuple[Tensor, Tensor]:

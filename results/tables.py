@@ -82,16 +82,14 @@ def gpu() -> str:
 
 
 def cost(step: Any, base: Any) -> str:
-    """What a step takes over another, and a 95 % interval from drawing the rounds, which both share, again."""
+    """What a step takes over another: the median of rounds in which both had a turn, and a 95 % interval from drawing
+    these again."""
     if step is base:
         return ""
     draw = random.Random(0)
-    pairs, found = list(zip(step["rounds"], base["rounds"], strict=True)), []
-    for _ in range(2000):
-        mine, theirs = zip(*draw.choices(pairs, k=len(pairs)), strict=True)
-        found.append(median(mine) / median(theirs) - 1)
-    cuts = quantiles(found, n=40)
-    return f"{step['ms'] / base['ms'] - 1:+.1%} [{100 * cuts[0]:+.1f}, {100 * cuts[-1]:+.1f}]"
+    over = [mine / theirs - 1 for mine, theirs in zip(step["rounds"], base["rounds"], strict=True)]
+    cuts = quantiles([median(draw.choices(over, k=len(over))) for _ in range(2000)], n=40)
+    return f"{median(over):+.1%} [{100 * cuts[0]:+.1f}, {100 * cuts[-1]:+.1f}]"
 
 
 def steps_of(found: Any) -> dict[tuple[str, str], Any]:
