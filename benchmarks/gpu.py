@@ -131,7 +131,7 @@ def step_worker(stem: str, batch: int, ready: Any, turn: Any, answers: Any) -> N
     with turn:
         turns: list[list[float]] = [[] for _ in calls]
         times = round(50 / median_ms(calls[0], times=5))  # a turn is some 50 ms, for clocks go up and down
-        for i in range(64 if batch == 256 else 16):
+        for i in range(32 if batch == 256 else 16):
             for j in range(len(calls)):
                 k = (i + j) % len(calls)
                 turns[k].append(median_ms(calls[k], times=times, repeats=1))

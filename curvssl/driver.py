@@ -105,7 +105,8 @@ def _around(ask: Callable[..., int], node: Handle) -> tuple[Any, Any]:
     count = Size()
     _check(ask(node, None, None, ctypes.byref(count)))
     found, edges = (Handle * count.value)(), (ctypes.c_uint64 * count.value)()
-    _check(ask(node, found, edges, ctypes.byref(count)))
+    if count.value:  # the driver refuses to list none
+        _check(ask(node, found, edges, ctypes.byref(count)))
     return found, edges
 
 
