@@ -99,10 +99,10 @@ def steps_of(found: Any) -> dict[tuple[str, str], Any]:
 
 
 def gpu_hosts() -> str:
-    """What depends on the host, in three runs; each ratio is of one run."""
-    runs = [read("gpu.json"), read("gpu-5a46af5.json"), read("gpu-43ca994.json")]
+    """What depends on the host, in three runs; each ratio is of one run, and two did not get to the end."""
+    runs = [read("gpu.json"), read("gpu-c00f255.json"), read("gpu-8ba9f76.json")]
     steps = [steps_of(run) for run in runs]
-    rows = [["augmentation of 512 views, kornia", *(f"{run['augmentation']['kornia_ms']:.1f} ms" for run in runs)]]
+    rows = []
     for stem, name in STEMS.items():
         ours, theirs = ([run[stem, method]["ms"] for run in steps] for method in ("curvssl", "lightly"))
         ratios = [f"{y:.1f} ms, {y / x:.1f}× our CurvSSL step" for x, y in zip(ours, theirs, strict=True)]
@@ -113,9 +113,12 @@ def gpu_hosts() -> str:
         for method in ("curvssl", "kernel-curvssl"):
             over = [cost(run[stem, method], run[stem, "barlow-twins"]) for run in steps]
             rows.append([f"{method} over barlow-twins, {name} stem", *over])
-    for start, name in (("cold", "nothing compiled before"), ("warm", "with what that left in the cache")):
-        seconds = [run["start_up"][f"{start}_first_step_s"] for run in runs]
-        rows.append([f"to the first step, {name}", *(f"{s:.0f} s" for s in seconds)])
+    for what, part, key, unit in (
+        ("augmentation of 512 views, kornia", "augmentation", "kornia_ms", "ms"),
+        ("to the first step, nothing compiled before", "start_up", "cold_first_step_s", "s"),
+        ("the same with what that left in the cache", "start_up", "warm_first_step_s", "s"),
+    ):
+        rows.append([what, *(f"{run[part][key]:.0f} {unit}" if part in run else "" for run in runs)])
     header = ("b = 256", *(run["provenance"]["commit"][:7] for run in runs))
     return markdown(header, rows, "gpu*.json", "one run a column")
 
@@ -133,9 +136,9 @@ def speed() -> str:
 
 
 def gpu_rest() -> str:
-    """The ceilings, the augmentation, the loss alone on a huge batch, the probes and the start of a run."""
+    """The ceilings, the augmentation, the loss alone on a huge batch and the probes."""
     found = read("gpu.json")
-    top, a, big, start = (found[part] for part in ("ceilings", "augmentation", "large_batch", "start_up"))
+    top, a, big = (found[part] for part in ("ceilings", "augmentation", "large_batch"))
     rows = [
         ["bf16 matrix product, 8192³", f"{top['bf16_TFLOP_per_s']:.0f} TFLOP/s"],
         ["fp32 matrix product, 8192³", f"{top['fp32_TFLOP_per_s']:.0f} TFLOP/s"],
@@ -150,8 +153,6 @@ def gpu_rest() -> str:
         ["the search's matrix products alone", f"{big['products_alone_ms']:.0f} ms"],
         ["the search, of the fp32 product's rate", f"{big['share_of_fp32_ceiling']:.0%}"],
         ["features and three probes of a CIFAR-10 run", f"{found['probe']['seconds']:.1f} s"],
-        ["to the first step, nothing compiled before", f"{start['cold_first_step_s']:.0f} s"],
-        ["the same with what that left in the cache", f"{start['warm_first_step_s']:.0f} s"],
     ]
     return markdown(("", "measured"), rows, "gpu.json")
 
@@ -159,7 +160,7 @@ def gpu_rest() -> str:
 def gpu_floors() -> str:
     """What a step cannot go below, as it is made."""
     rows = []
-    for r in read("gpu.json")["floors"]:
+    for r in read("gpu-8ba9f76.json")["floors"]:
         both = r["convolutions_ms"] + r["norm_ms"]
         rows.append(
             [
@@ -171,7 +172,7 @@ def gpu_floors() -> str:
             ]
         )
     header = ("stem", "cuDNN's convolutions alone", "BatchNorm, ReLU, residuals", "at the speed of a copy", "together")
-    return markdown(header, rows, "gpu.json")
+    return markdown(header, rows, "gpu-8ba9f76.json")
 
 
 def gpu_fusions() -> str:
@@ -181,9 +182,11 @@ def gpu_fusions() -> str:
         low, half = r["bf16"], r["fp16"]
         names = ("conv", "conv_sums", "norm_conv_sums", "wgrad", "norm_wgrad")
         cells = (low["conv"], low["wgrad"], *(half[name] for name in names))
-        rows.append([f"256 × {r['channels']} × {r['side']} × {r['side']}", *(f"{us:.1f}" for us in cells)])
-    header = ("3×3, µs", "bf16", "weight gradient", "fp16", "with sums", "norm, ReLU, sums", "weight gradient",
-              "with norm, ReLU")  # fmt: skip
+        rate = 256 * r["side"] ** 2 * 2 * (3 * r["channels"]) ** 2 / low["conv"] / 1e6
+        shape = f"256 × {r['channels']} × {r['side']} × {r['side']}"
+        rows.append([shape, f"{rate:.0f} TFLOP/s", *(f"{us:.1f}" for us in cells)])
+    header = ("3×3, µs", "bf16, rate", "bf16", "weight gradient", "fp16", "with sums", "norm, ReLU, sums",
+              "weight gradient", "with norm, ReLU")  # fmt: skip
     return markdown(header, rows, "gpu-notes.json", key="fusions_provenance")
 
 
