@@ -1,6 +1,6 @@
 """Neighbours and curvature of one batch as hand-written GPU kernels: what geometry.py does in a dozen launches, in few.
 
-Used by the losses for float32 batches on CUDA that fit a multiprocessor (`fits`); geometry.py is the meaning of every
+Used by the losses for float32 batches on CUDA that are small enough (`fits`); geometry.py is the meaning of every
 line here, and the tests hold the two against each other. Distances are sums of squared differences, so they lose no
 digits to a common offset.
 """
@@ -22,7 +22,7 @@ NEIGHBORS = 16
 UNROLL = tl.constexpr(4)
 TILE = 32  # points × points whose distances a program finds, DEPTH dimensions at a time
 DEPTH = 16
-RBF_WIDE = 32
+RBF_WIDE = 32  # dimensions that the RBF kernel takes at a time
 
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps)  # as in kernels.inverse_root
 SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
