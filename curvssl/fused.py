@@ -169,7 +169,7 @@ def _score_gradient(
 
 @triton.jit
 def _rbf(
-    weight_ptr, gradient_ptr, x_ptr, index_ptr, median_ptr, width_ptr, out_ptr, used_ptr, n, d, medians,
+    weight_ptr, gradient_ptr, x_ptr, index_ptr, median_ptr, medians, width_ptr, used_ptr, out_ptr, n, d,
     K: tl.constexpr, PAD: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """Of one point's neighbours: Σ_{a<b} exp(−γ‖x_a − x_b‖²), or its gradient −2γ (x_a Σ_b k_ab − Σ_b k_ab x_b)."""
@@ -254,6 +254,15 @@ def _launch(kernel: Any, grid: tuple[int, ...], *places: Any, **shape: Any) -> N
     leave_room(wrap_triton(kernel)[grid](*places, **shape))
 
 
+def _add_up(kernel: Any, weights: Tensor, gradients: Tensor, x: Tensor, *kept: Any, **shape: Any) -> Tensor:
+    """What a kernel adds to zeros for the gradient of points (v, n, d), a program a point."""
+    x = x.contiguous()
+    out = torch.zeros_like(x)
+    v, n, d = x.shape
+    _launch(kernel, (n, v), weights.contiguous(), gradients, x, *kept, out, n, d, **shape)
+    return out
+
+
 def _select_nearest(
     x: Tensor, k: int, *, score: Tensor | None = None, median: Tensor | None = None, step: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -283,8 +292,8 @@ def rbf_scores(x: Tensor, k: int, width: Tensor | None) -> tuple[Tensor, Tensor,
     medians = triton.cdiv(n, step) if step else 0
     score, used, median = x.new_empty(v, n), x.new_empty(v), x.new_empty(v, medians, dtype=torch.int32)
     index, _ = _select_nearest(x, k, median=median, step=step)
-    places = (score, score, x, index, median, used if width is None else width, score, used)
-    _launch(_rbf, (n, v), *places, n, d, medians, **_rbf_shape(medians, d, k), BACKWARD=False)
+    places = (score, score, x, index, median, medians, used if width is None else width, used, score)
+    _launch(_rbf, (n, v), *places, n, d, **_rbf_shape(medians, d, k), BACKWARD=False)
     return score, index, used
 
 
@@ -312,13 +321,9 @@ def _terms(x: Tensor, k: int, eps: float) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 @triton_op("curvssl::terms_gradient", mutates_args={})
-def _terms_gradient(weights: Tensor, gradients: Tensor, x: Tensor, index: Tensor, total: Tensor) -> Tensor:
-    x = x.contiguous()
-    out = torch.zeros_like(x)
-    v, n, d = x.shape
-    shape = {"K": index.shape[-1], "PAD": NEIGHBORS, "WIDE": min(128, triton.next_power_of_2(d)), "num_warps": 1}
-    _launch(_score_gradient, (n, v), weights.contiguous(), gradients, x, index, total, out, n, d, **shape)
-    return out
+def _terms_gradient(weights: Tensor, x: Tensor, gradients: Tensor, index: Tensor, total: Tensor) -> Tensor:
+    shape = {"K": index.shape[-1], "PAD": NEIGHBORS, "WIDE": min(128, triton.next_power_of_2(x.shape[2]))}
+    return _add_up(_score_gradient, weights, gradients, x, index, total, **shape, num_warps=1)
 
 
 @triton_op("curvssl::rbf_terms", mutates_args={})
@@ -328,13 +333,9 @@ def _rbf_terms(x: Tensor, k: int, eps: float, width: Tensor | None) -> tuple[Ten
 
 
 @triton_op("curvssl::rbf_terms_gradient", mutates_args={})
-def _rbf_terms_gradient(weights: Tensor, gradients: Tensor, x: Tensor, index: Tensor, width: Tensor) -> Tensor:
-    x = x.contiguous()
-    out = torch.zeros_like(x)
-    v, n, d = x.shape
-    shape = _rbf_shape(0, d, index.shape[-1]) | {"BACKWARD": True}
-    _launch(_rbf, (n, v), weights.contiguous(), gradients, x, index, index, width, out, out, n, d, 0, **shape)
-    return out
+def _rbf_terms_gradient(weights: Tensor, x: Tensor, gradients: Tensor, index: Tensor, width: Tensor) -> Tensor:
+    shape = _rbf_shape(0, x.shape[2], index.shape[-1])  # no medians: γ is known
+    return _add_up(_rbf, weights, gradients, x, index, index, 0, width, width, **shape, BACKWARD=True)
 
 
 def _keep(ctx, inputs, output) -> None:
@@ -343,13 +344,11 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _terms_backward(ctx, grad, *_) -> tuple[Tensor, None, None]:
-    x, gradients, index, total = ctx.saved_tensors
-    return _terms_gradient(grad, gradients, x, index, total), None, None
+    return _terms_gradient(grad, *ctx.saved_tensors), None, None
 
 
 def _rbf_terms_backward(ctx, grad, *_) -> tuple[Tensor, None, None, None]:
-    x, gradients, index, width = ctx.saved_tensors
-    return _rbf_terms_gradient(grad, gradients, x, index, width), None, None, None
+    return _rbf_terms_gradient(grad, *ctx.saved_tensors), None, None, None
 
 
 _terms.register_autograd(_terms_backward, setup_context=_keep)

@@ -23,8 +23,8 @@ SMALL = 64
 # same in all. Pixels of a tile, warps, stages and programs for small patches (3×3), then for larger ones (7×7).
 FORWARD = ((64, 4, 2, 132 * 10), (64, 4, 2, 132 * 2))
 GRADIENT = ((128, 8, 3, 132 * 3), (64, 4, 3, 132 * 2))
-POOL = {"PIXELS": 16, "COLUMNS": OUTPUTS, "num_warps": 4}  # of a program of the max-pool
 SUMS = 16  # programs that finish together would wait for each other at one sum
+POOL = {"PIXELS": 16, "COLUMNS": OUTPUTS, "num_warps": 4}  # of a program of the max-pool
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:

@@ -211,11 +211,11 @@ class Step:
         self._static[0].copy_(batch)
         self._static[1].copy_(u)
         if self._taken < WARM_STEPS:
+            from curvssl import overlap
+
             # The steps before the capture are real ones, on another stream, as capture asks.
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
-            from curvssl import overlap
-
             with torch.cuda.stream(stream), nullcontext() if self._taken else overlap.one_stream():
                 self._plain(*self._static)
             torch.cuda.current_stream().wait_stream(stream)
