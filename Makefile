@@ -19,9 +19,9 @@ lint: .venv/.dev
 
 # The page's scripts: linted, and typed by their JSDoc. Needs npm.
 lint-js:
-	npx --yes --package eslint@10.14.0 eslint curvssl/report*.js
+	npx --yes --package eslint@10.14.0 eslint curvssl/report/*.js
 	npx --yes --package typescript@7.0.2 tsc --noEmit --allowJs --checkJs --strict --target es2022 \
-		--lib es2022,dom,dom.iterable curvssl/report*.js
+		--lib es2022,dom,dom.iterable curvssl/report/*.js
 
 # Versions are pinned in constraints.txt; a stamp file remembers that the installation is done.
 .venv/.demo: pyproject.toml constraints.txt

@@ -1,7 +1,7 @@
 // The page's scripts are joined into one by Python, so names are shared between files; tsc checks that they exist.
 export default [
   {
-    files: ["curvssl/report*.js"],
+    files: ["curvssl/report/*.js"],
     languageOptions: { ecmaVersion: 2022, sourceType: "script" },
     rules: {
       "no-unused-vars": ["error", { vars: "local" }],

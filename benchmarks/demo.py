@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from curvssl.augment import Augment
 from curvssl.config import CHOICES, demo
-from curvssl.data import load
-from curvssl.evaluate import NAMES
-from curvssl.probes import PROBES
+from curvssl.data.named import load
+from curvssl.data.views import Augment
+from curvssl.evaluate.probes import PROBES
+from curvssl.evaluate.runs import NAMES
 from curvssl.rundir import Run, provenance
-from curvssl.step import Step, make_optimizer
-from curvssl.train import make_criterion
+from curvssl.train.loop import make_criterion
+from curvssl.train.step import Step, make_optimizer
 
 
 def milliseconds(works: dict[str, Callable[[], Any]], *, rounds: int = 15) -> dict[str, float]:

@@ -58,11 +58,11 @@ def network(stem: str) -> Any:
 
 def make_step(stem: str, batch: int, method: str, mode: str) -> tuple[Any, Callable[[], None]]:
     """The product's own step on random images, and one call of it."""
-    from curvssl.augment import Augment
     from curvssl.config import PretrainConfig
+    from curvssl.data.views import Augment
     from curvssl.models import seek_fastest_convolutions
-    from curvssl.step import Step, make_optimizer
-    from curvssl.train import make_criterion
+    from curvssl.train.loop import make_criterion
+    from curvssl.train.step import Step, make_optimizer
 
     seek_fastest_convolutions()
     device = torch.device("cuda")
@@ -94,7 +94,7 @@ def make_step(stem: str, batch: int, method: str, mode: str) -> tuple[Any, Calla
 
 def search(stem: str, batch: int) -> None:
     """One pass, forward and back, for which cuDNN times its algorithms; a process keeps what it found."""
-    from curvssl import layers, overlap
+    from curvssl.gpu import layers, overlap
     from curvssl.models import seek_fastest_convolutions
 
     seek_fastest_convolutions()
@@ -194,7 +194,7 @@ def floor(stem: str, batch: int, ceiling: dict[str, float]) -> dict[str, Any]:
     """
     from torchvision.models.resnet import BasicBlock
 
-    from curvssl.driver import zero_by_kernels
+    from curvssl.gpu.driver import zero_by_kernels
     from curvssl.models import seek_fastest_convolutions
 
     net = network(stem).bfloat16()
@@ -332,7 +332,7 @@ def augmentation(views: int = 512) -> dict[str, float]:
     """Crop, flip, jitter, grayscale and normalise: ours eager, compiled and captured against kornia."""
     import kornia.augmentation as K
 
-    from curvssl.augment import Augment
+    from curvssl.data.views import Augment
 
     x = images(views, device="cuda")
     ours = Augment(size=32, mean=MEAN, std=STD).cuda()
@@ -391,8 +391,8 @@ def probe_run() -> dict[str, float]:
     import dataclasses
 
     from curvssl.config import paper_cifar10
-    from curvssl.evaluate import probe
-    from curvssl.train import pretrain
+    from curvssl.evaluate.runs import probe
+    from curvssl.train.loop import pretrain
 
     with tempfile.TemporaryDirectory() as folder:
         config = dataclasses.replace(paper_cifar10(), epochs=1, warmup_epochs=0)

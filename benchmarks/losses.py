@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from curvssl import BarlowTwinsLoss, CurvSSLLoss, curvature, nearest_neighbors
+from curvssl.files import write_json
 from curvssl.losses import standardise
-from curvssl.rundir import provenance, write_json
+from curvssl.rundir import provenance
 
 BATCHES, WIDTHS = (256, 1024, 4096), (128, 2048)
 SIZES = (1_000, 3_000, 10_000, 30_000, 100_000)

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from playwright.sync_api import sync_playwright
 from report_page import cifar10_test, pictured, run
 
-from curvssl.page import render
+from curvssl.report.page import render
 from curvssl.rundir import provenance
 
 REDRAW = """() => { const times = [];

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvssl import stream
-from curvssl.augment import Augment
 from curvssl.config import AugmentConfig
-from curvssl.data import load
-from curvssl.pack import pack
+from curvssl.data import stream
+from curvssl.data.named import load
+from curvssl.data.pack import pack
+from curvssl.data.views import Augment
 from curvssl.rundir import Run, provenance
 
 SIZE, BATCH = 224, 64

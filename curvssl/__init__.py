@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from curvssl.losses import BarlowTwinsLoss, CurvSSLLoss, KernelCurvSSLLoss, VICRegLoss
     from curvssl.outliers import CurvatureOutlierDetector
     from curvssl.rundir import Run, load_encoder
-    from curvssl.train import pretrain
+    from curvssl.train.loop import pretrain
 
 __version__ = "0.1.0"
 
@@ -29,7 +29,7 @@ _HOME = {
     "load_encoder": "rundir",
     "nearest_neighbors": "geometry",
     "polyhedron_curvature": "geometry",
-    "pretrain": "train",
+    "pretrain": "train.loop",
 }
 
 __all__ = [

@@ -132,7 +132,7 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
         """
 
         def go() -> None:
-            from curvssl.train import pretrain
+            from curvssl.train.loop import pretrain
 
             run = pretrain(config, out=out, source=source)
             if not speaks():
@@ -155,8 +155,8 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
         """
 
         def go() -> None:
-            from curvssl.evaluate import NAMES, probe, probe_rows, table
-            from curvssl.probes import PROBES
+            from curvssl.evaluate.probes import PROBES
+            from curvssl.evaluate.runs import NAMES, probe, probe_rows, table
             from curvssl.rundir import Run
 
             here = Run.read(run)
@@ -185,7 +185,7 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
         """
 
         def go() -> None:
-            from curvssl.evaluate import draw_map
+            from curvssl.evaluate.runs import draw_map
             from curvssl.rundir import Run
 
             print(draw_map(Run.read(run), of=of, split=split, seed=seed, source=source))
@@ -202,7 +202,7 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
         """
 
         def go() -> None:
-            from curvssl.evaluate import embed
+            from curvssl.evaluate.runs import embed
             from curvssl.rundir import Run
 
             found = embed(Run.read(run), images, out=out)
@@ -222,7 +222,7 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
         """
 
         def go() -> None:
-            from curvssl.pack import pack
+            from curvssl.data.pack import pack
 
             path, shape = pack(folder, out, size=image_size)
             print(f"{path}: {shape[0]:,} images of {'×'.join(str(n) for n in shape[1:])}; use --dataset array:{path}")
@@ -238,7 +238,7 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
         """
 
         def go() -> None:
-            from curvssl.data import DATASETS, load
+            from curvssl.data.named import DATASETS, load
 
             if not names:
                 raise UserError(f"no data set was given: curvssl data NAME…, known: {', '.join(DATASETS)}")
@@ -259,8 +259,8 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
         """
 
         def go() -> None:
-            from curvssl.evaluate import compare, table
-            from curvssl.probes import PROBES
+            from curvssl.evaluate.probes import PROBES
+            from curvssl.evaluate.runs import compare, table
             from curvssl.rundir import Run
 
             if not runs:
@@ -285,7 +285,7 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
         """
 
         def go() -> None:
-            from curvssl.report import report
+            from curvssl.report.collect import report
 
             if not runs:
                 raise UserError("no run directory was given: curvssl report RUN…")
@@ -319,7 +319,7 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
         """
 
         def go() -> None:
-            from curvssl import reproduce
+            from curvssl.paper import reproduce
 
             if not (status or table):
                 reproduce.run_study(study, results=results, runs=runs, minutes=minutes, only=only, source=source)

@@ -4,12 +4,13 @@ import dataclasses
 from pathlib import Path
 
 from curvssl.config import CHOICES, demo
-from curvssl.data import load
-from curvssl.evaluate import NAMES, draw_map, floors_of, probe, probe_rows, table
-from curvssl.probes import PROBES
-from curvssl.report import report
-from curvssl.rundir import Run, write_json
-from curvssl.train import pretrain
+from curvssl.data.named import load
+from curvssl.evaluate.probes import PROBES
+from curvssl.evaluate.runs import NAMES, draw_map, floors_of, probe, probe_rows, table
+from curvssl.files import write_json
+from curvssl.report.collect import report
+from curvssl.rundir import Run
+from curvssl.train.loop import pretrain
 
 SEEDS = (0, 1, 2)  # of the probes
 

@@ -2,7 +2,7 @@
 
 `terms(z0, z1)` gives the named, unweighted terms, `weigh(terms)` their weighted sum; `forward` is one after the other.
 Inside, z (2, b, d) are the two views' embeddings.
-With torch.distributed initialised every statistic is that of the global batch (the gradient: see distributed.py).
+With torch.distributed initialised every statistic is that of the global batch (the gradient: see collectives.py).
 """
 
 from collections.abc import Callable
@@ -12,13 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from curvssl import distributed
-from curvssl.distributed import gather, total, world_size
+from curvssl.collectives import gather, rank, total, world_size
 from curvssl.geometry import check_k, kernel_neighbors, kernel_scores, neighbors_of, scores
 from curvssl.kernels import Kernel, kernel_width, resolve
 
 if torch.cuda.is_available() and find_spec("triton"):
-    from curvssl import fused
+    from curvssl.gpu import fused
 else:
     fused = None  # type: ignore[assignment]
 
@@ -221,4 +220,4 @@ def among_all(z: Tensor) -> tuple[Tensor, int]:
     """The points of all ranks, (v, b, d) → (v, W·b, d), and the row at which ours begin."""
     if world_size() == 1:
         return z, 0
-    return gather(z.transpose(0, 1)).transpose(0, 1), distributed.rank() * z.shape[1]
+    return gather(z.transpose(0, 1)).transpose(0, 1), rank() * z.shape[1]

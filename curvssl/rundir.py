@@ -1,20 +1,18 @@
 """What lies on disk for one run: config, metrics, checkpoints, encoder. Files appear whole or not at all."""
 
-import fcntl
 import json
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from curvssl.config import PretrainConfig, UserError
+from curvssl.files import write_atomic, write_bytes, write_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,28 +21,6 @@ if TYPE_CHECKING:
 
 # What may differ between two commands that continue the same run: none of it decides what is learned.
 FREE = ("device", "step", "checkpoint_seconds")
-
-
-def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file so that a crash at any moment leaves the old one or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(part, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    write_atomic(path, lambda file: file.write(data))
-
-
-def write_json(path: Path, value: Any) -> None:
-    write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 @dataclass(frozen=True)
@@ -180,22 +156,6 @@ class Run:
     def read_json(self, name: str) -> dict[str, Any]:
         file = self.path / name
         return json.loads(file.read_text()) if file.exists() else {}
-
-
-class Busy(UserError):
-    """Another process is at it."""
-
-
-@contextmanager
-def lock(path: Path) -> Iterator[None]:
-    """One process trains in a run directory at a time; the lock goes with the process, however it ends."""
-    path.mkdir(parents=True, exist_ok=True)
-    with open(path / "lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Busy(f"another process trains in {path}: wait for it, or use another --out") from None
-        yield
 
 
 def load_encoder(path: str | Path) -> "nn.Module":

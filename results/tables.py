@@ -245,7 +245,7 @@ def probe_augmented() -> str:
 
 def trap() -> str:
     """Cells that ended with a low rank: what C's diagonal is, and what it would best be at that rank."""
-    from curvssl.reproduce import read_results
+    from curvssl.paper.reproduce import read_results
 
     cells = {
         f"{name}: {cell}": c for name in ("recipe", "literal") for cell, c in read_results(name, results=HERE).items()
@@ -266,7 +266,7 @@ def trap() -> str:
 
 def literal_runs() -> str:
     """Run by run, those of the literal study that can be caught: how soon, and what is left."""
-    from curvssl.reproduce import read_results
+    from curvssl.paper.reproduce import read_results
 
     rows = []
     for cell, found in read_results("literal", results=HERE).items():
@@ -419,7 +419,7 @@ def of_study(name: str) -> Callable[[], str]:
     """The table of a study of `curvssl reproduce`."""
 
     def made() -> str:
-        from curvssl.reproduce import read_results, study_rows
+        from curvssl.paper.reproduce import read_results, study_rows
 
         cells = read_results(name, results=HERE)
         if not cells:

@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from curvssl import distributed, stream, train
+from curvssl import ranks as distributed
 from curvssl.config import AugmentConfig, PretrainConfig
-from curvssl.evaluate import embed, probe
+from curvssl.data import stream
+from curvssl.evaluate.runs import embed, probe
 from curvssl.rundir import Run
+from curvssl.train import loop as train
 
 CUDA = torch.device("cuda")
 METHODS = ("barlow-twins", "curvssl")

@@ -18,7 +18,7 @@ import torch
 
 from curvssl.config import PretrainConfig, demo
 from curvssl.rundir import Run
-from curvssl.train import pretrain
+from curvssl.train.loop import pretrain
 
 # 8×8 views cost a sixth of the demo's 16×16 and learn nearly as well.
 SHORT = dataclasses.replace(demo(), image_size=8, epochs=8, warmup_epochs=1, monitor_every=4)
@@ -41,7 +41,8 @@ def nothing_waits() -> Iterator[None]:
 def in_tritons_interpreter(code: str) -> None:
     """Run a script in a process of its own, beside the tests: the interpreter is chosen when triton is imported."""
     pytest.importorskip("triton", reason="the kernels are written in Triton, which this platform does not have")
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    tests = Path(__file__).parent
+    path = os.pathsep.join([str(tests), str(tests / "gpu"), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,13 +20,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
-from curvssl import distributed, losses, stream, train
+from curvssl import losses
+from curvssl import ranks as distributed
 from curvssl.config import AugmentConfig, PretrainConfig, UserError, demo
-from curvssl.evaluate import embed, probe
+from curvssl.data import stream
+from curvssl.evaluate.runs import embed, probe
 from curvssl.models import Net
 from curvssl.rundir import Run
+from curvssl.train import loop as train
 
 METHODS = ("barlow-twins", "vicreg", "curvssl", "kernel-curvssl")
 STEPS = 20
@@ -140,6 +145,25 @@ def everything(folder: Path) -> dict[str, Any]:
     os.chdir(folder / f"machine-{rank}")  # as on a cluster where one machine has a part of the images
     found["less data"] = answer(config(folder, dataset="folder:pictures", batch_size=20), folder / "less")
     return found
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def parameters(path: Path) -> dict[str, Tensor]:
+    return {
+        f"{name}.{key}": t
+        for name in ("encoder", "projector")
+        for key, t in load_file(path / f"{name}.safetensors").items()
+    }
+
+
+def assert_same_run(one: Path, two: Path) -> None:
+    torch.testing.assert_close(loss_curve(two), loss_curve(one), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(parameters(two), parameters(one), rtol=1e-7, atol=1e-7)
 
 
 if __name__ == "__main__":

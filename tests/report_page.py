@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from curvssl.geometry import curvature, nearest_neighbors
-from curvssl.page import NEIGHBORS, Pictured, Points, RunData
+from curvssl.report.page import NEIGHBORS, Pictured, Points, RunData
 
 
 def pictured(n: int, *, name: str = "digits test", classes: tuple[str, ...] | None = None) -> Pictured:
@@ -118,7 +118,7 @@ def cifar10_test(n: int) -> Pictured | None:
     folder = Path("~/.cache/curvssl/cifar10").expanduser()
     if not (folder / "test-images.npy").exists():
         return None
-    from curvssl.data import OBJECTS
+    from curvssl.data.named import OBJECTS
 
     images, labels = np.load(folder / "test-images.npy")[:n], np.load(folder / "test-labels.npy")[:n]
     return Pictured("cifar10 test", images, OBJECTS, labels.astype(np.int64))

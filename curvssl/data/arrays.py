@@ -1,0 +1,126 @@
+"""One uint8 array on disk, .npy or .npz, as images (N, C, H, W) and labels."""
+
+import dataclasses
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from curvssl.config import UserError
+from curvssl.data.decode import why
+from curvssl.data.stream import Bad, blank, in_batches
+
+
+@dataclass(frozen=True)
+class ArrayImages:
+    """Rows of one array, which may be memory-mapped; see `Source`."""
+
+    path: Path
+    pixels: np.ndarray  # uint8 (n, C, H, W), a view of the file
+    rows: Tensor  # int64 (N,)
+    bad: Bad = field(default_factory=dict)  # stays empty
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return (len(self.rows), *self.pixels.shape[1:])
+
+    @property
+    def files(self) -> int:
+        return len(self.pixels)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, rows: Tensor | slice) -> "ArrayImages":
+        return dataclasses.replace(self, rows=self.rows[rows])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopened, (self.path, self.rows)  # to another process goes the path, not the pixels
+
+    def read(self, rows: list[int], *, stand_ins: bool) -> tuple[Tensor, Bad]:
+        read = blank((len(rows), *self.shape[1:]))
+        for pixels, row in zip(read.numpy(), self.rows[rows].tolist(), strict=True):
+            pixels[:] = self.pixels[row]
+        return read, {}
+
+    def places(self) -> Tensor:
+        return torch.arange(len(self))
+
+    def here(self) -> str:
+        return f"an array {self.pixels.shape}"
+
+    def split(self, size: int) -> Iterator[Tensor]:
+        return in_batches(self, size)
+
+
+def _reopened(path: Path, rows: Tensor) -> ArrayImages:
+    return ArrayImages(path, open_array(path)[0], rows)
+
+
+def open_array(path: Path) -> tuple[np.ndarray, Tensor | None, tuple[str, ...]]:
+    """Pixels (N, C, H, W), labels (N,) and class names.
+
+    A .npy stays on disk, and its labels may lie beside it in NAME.labels.npz; a .npz has the entries images and, if
+    there are labels, labels and classes.
+    """
+    try:
+        if path.suffix == ".npz":
+            entries = _entries(path)
+            if "images" not in entries and len(entries) > 1:
+                raise UserError(f"{path} has the entries {', '.join(entries)}: call the pixels images")
+            images = entries.pop("images") if "images" in entries else entries.popitem()[1]
+        else:
+            with open(path, "rb") as opened:  # np.load would leave a broken file open
+                np.lib.format.read_magic(opened)
+            images, beside = np.load(path, mmap_mode="r"), path.with_suffix(".labels.npz")
+            entries = _entries(beside) if beside.exists() else {}
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror or error}): give a .npy or .npz file") from error
+    except (ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} is no array of numbers ({why(error)}): save it with numpy.save or savez") from error
+    if images.dtype != np.uint8:
+        raise UserError(f"{path} holds {images.dtype}: needed uint8, 0 … 255; scale and convert it first")
+    pixels = channels_first(images, path=path)
+    return pixels, *_labels(entries, n=len(pixels), path=path)
+
+
+def _entries(path: Path) -> dict[str, np.ndarray]:
+    with open(path, "rb") as opened, np.load(opened) as file:
+        return {name: file[name] for name in file.files}
+
+
+def channels_first(pixels: np.ndarray, *, path: Path) -> np.ndarray:
+    """(N, H, W), (N, H, W, C) or (N, C, H, W) as (N, C, H, W), a view.
+
+    Of the second and the last axis, the channels are the one that differs from the two others if these are equal
+    (square images), else the one smaller than both.
+    """
+    if pixels.ndim == 3:
+        return pixels[:, None]
+    if pixels.ndim != 4:
+        raise UserError(f"{path} has shape {pixels.shape}: needed (N, H, W), (N, H, W, C) or (N, C, H, W)")
+    a, b, c = pixels.shape[1:]
+    if b == c != a or (a != b and a < min(b, c)):
+        return pixels
+    if a == b != c or (b != c and c < min(a, b)):
+        return pixels.transpose(0, 3, 1, 2)
+    raise UserError(f"{path} has shape {pixels.shape}, and no axis is clearly the channels: crop it to squares")
+
+
+def _labels(entries: dict[str, Any], *, n: int, path: Path) -> tuple[Tensor | None, tuple[str, ...]]:
+    if "labels" not in entries:
+        return None, ()
+    labels = entries["labels"]
+    if labels.shape != (n,) or labels.dtype.kind not in "iu" or labels.min() < 0:
+        raise UserError(f"the labels of {path} are {labels.dtype} {labels.shape}: needed ({n},) whole numbers ≥ 0")
+    names = entries.get("classes", np.arange(int(labels.max()) + 1))
+    if labels.max() >= len(names):
+        raise UserError(f"{path} has a label {labels.max()} and {len(names)} class names: name them all")
+    return torch.from_numpy(labels.astype(np.int64)), tuple(map(str, names))

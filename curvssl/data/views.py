@@ -1,0 +1,342 @@
+"""Batched augmentation on the device: views as a pure function of (uint8 images, uniform numbers).
+
+The randomness is drawn outside, so the same numbers give the same views on one process or many, eager, compiled or
+captured in a CUDA graph. Each operation is a function of tensors whose parameters have one entry an image, and equals
+torchvision's functional of the same name; no operation waits for the device or branches on its values.
+
+Shapes: images (b, C, H, W); colour works on planes, one (b, H, W) tensor a channel, because its arithmetic mixes
+channels and the compiler then fuses the whole chain into one kernel.
+"""
+
+import math
+from collections.abc import Sequence
+from importlib.util import find_spec
+from itertools import permutations
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from curvssl.config import AugmentConfig, UserError
+
+if torch.cuda.is_available() and find_spec("triton"):
+    from curvssl.gpu import colour
+else:
+    colour = None  # type: ignore[assignment]
+
+Planes = tuple[Tensor, ...]
+
+ATTEMPTS = 10  # boxes torchvision draws before it settles for the central one
+BRIGHTNESS, CONTRAST, SATURATION = range(3)
+LUMINANCE = (0.2989, 0.587, 0.114)  # ITU-R 601, in torchvision's rounding
+BLUR_SIGMA = (0.1, 2.0)
+CACHED = 700_000  # pixels worked on at a time on a CPU: more leave its cache, and views of 224 take twice as long
+SOLARIZE_FROM = 0.5
+
+
+def uniform(u: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
+    """Numbers in [low, high) from numbers in [0, 1)."""
+    return low + (high - low) * u
+
+
+def integers(u: Tensor, count: int | Tensor) -> Tensor:
+    """Whole numbers 0 … count − 1, as floats, from u in [0, 1); the largest float below 1 still gives count − 1."""
+    return (u * count).floor()
+
+
+# --- geometry ---------------------------------------------------------------------------------------------------------
+
+
+def crop_box(
+    u: Tensor, *, height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(top, left, height, width) of a random box, each (b,) and whole, from u (b, 22): torchvision's RandomResizedCrop.
+
+    Area is uniform in `scale` (a share of the image), log(width / height) uniform in log `ratio`. Of ten attempts the
+    first that fits is taken; if none does, the largest central box whose ratio lies in `ratio`.
+    """
+    u_area, u_ratio, u_top, u_left = u.split([ATTEMPTS, ATTEMPTS, 1, 1], dim=1)
+    area = height * width * uniform(u_area, *scale)
+    aspect = uniform(u_ratio, math.log(ratio[0]), math.log(ratio[1])).exp()
+    w, h = (area * aspect).sqrt().round(), (area / aspect).sqrt().round()  # (b, 10)
+    fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
+    first = fits.int().argmax(1, keepdim=True)
+    w, h, found = w.gather(1, first), h.gather(1, first), fits.any(1, keepdim=True)
+
+    central_h = min(height, round(width / ratio[0]))
+    central_w = min(width, round(height * ratio[1]))
+    top = torch.where(found, integers(u_top, height - h + 1), (height - central_h) // 2)
+    left = torch.where(found, integers(u_left, width - w + 1), (width - central_w) // 2)
+    h, w = torch.where(found, h, central_h), torch.where(found, w, central_w)
+    return top.squeeze(1), left.squeeze(1), h.squeeze(1), w.squeeze(1)
+
+
+def resample_weights(start: Tensor, length: Tensor, *, source: int, target: int) -> Tensor:
+    """W (b, target, source): row t says how much each source pixel of [start, start + length) gives to target pixel t.
+
+        W[t, s] ∝ max(0, 1 − |s + ½ − c_t| / max(1, r)),   c_t = start + r (t + ½),   r = length / target
+
+    Rows sum to one. This is the bilinear interpolation of a crop, widened to avoid aliasing when it shrinks.
+    """
+    start, length = start[:, None, None], length[:, None, None]
+    step = length / target
+    centre = start + step * (torch.arange(target, device=start.device)[:, None] + 0.5)  # (b, target, 1)
+    pixel = torch.arange(source, device=start.device) + 0.5
+    weight = (1 - (pixel - centre).abs() / step.clamp_min(1)).clamp_min(0)
+    weight = weight * ((pixel > start) & (pixel < start + length))
+    return weight / weight.sum(-1, keepdim=True)
+
+
+def resample(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """rows · x · columnsᵀ per image and channel: (b, S, H), (b, C, H, W), (b, S, W) → (b, C, S, S)."""
+    x = (x.flatten(1, 2) @ columns.mT).unflatten(1, x.shape[1:3])
+    return rows[:, None] @ x
+
+
+def resize(x: Tensor, *, size: int) -> Tensor:
+    """The largest central square, resized to (size, size) where it is not so already."""
+    side = min(x.shape[-2:])
+    top, left = (x.shape[-2] - side) // 2, (x.shape[-1] - side) // 2
+    x = x[..., top : top + side, left : left + side]
+    return x if side == size else F.interpolate(x, size=(size, size), mode="bilinear", antialias=True)
+
+
+def rotate(x: Tensor, degrees: Tensor) -> Tensor:
+    """Each image turned counter-clockwise about its centre by its own angle (b,), bilinear, black outside."""
+    height, width = x.shape[-2:]
+    cos, sin = degrees.deg2rad().cos()[:, None, None], degrees.deg2rad().sin()[:, None, None]
+    right = torch.arange(width, device=x.device) + (0.5 - width / 2)  # pixel centres, origin in the middle
+    down = torch.arange(height, device=x.device)[:, None] + (0.5 - height / 2)
+    grid = torch.stack([(cos * right - sin * down) * (2 / width), (sin * right + cos * down) * (2 / height)], dim=-1)
+    return F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+
+
+# --- colour -----------------------------------------------------------------------------------------------------------
+
+
+def luminance(planes: Planes) -> Tensor:
+    """Grey value (b, H, W): weighted for RGB, the plain mean for any other number of channels."""
+    if len(planes) == 3:
+        red, green, blue = (share * plane for share, plane in zip(LUMINANCE, planes, strict=True))
+        return red + green + blue
+    return sum(planes[1:], planes[0]) / len(planes)
+
+
+def blend(planes: Planes, factor: Tensor, kind: Tensor) -> Planes:
+    """factor · x + (1 − factor) · base, clamped to [0, 1], where each image has its own factor (b,) and kind (b,):
+    BRIGHTNESS blends with black, CONTRAST with the image's mean grey, SATURATION with its grey version.
+    """
+    factor, kind = factor[:, None, None], kind[:, None, None]
+    grey = luminance(planes)
+    mean = grey.mean((1, 2), keepdim=True)
+    # The choice of base is two coefficients an image, which costs less than a choice at every pixel.
+    base = (1 - factor) * (kind == CONTRAST) * mean + (1 - factor) * (kind == SATURATION) * grey
+    return tuple(torch.addcmul(base, factor, plane).clamp(0, 1) for plane in planes)
+
+
+def shift_hue(planes: Planes, turns: Tensor) -> Planes:
+    """Hue turned by `turns` (b,) of the full circle; value v and chroma c of HSV stay.
+
+    With the hue h in sixths of the circle, a channel is v − c · clamp(min(k, 4 − k), 0, 1), k = (n + h) mod 6, and
+    n = 5, 3, 1 for red, green, blue.
+    """
+    r, g, b = planes
+    value = torch.maximum(torch.maximum(r, g), b)
+    chroma = value - torch.minimum(torch.minimum(r, g), b)
+    divisor = torch.where(chroma == 0, 1, chroma)  # a grey pixel has no hue, and chroma 0 hides whichever it gets
+    hue = torch.where(
+        value == r, (g - b) / divisor, torch.where(value == g, (b - r) / divisor + 2, (r - g) / divisor + 4)
+    )
+    hue = hue + 6 * turns[:, None, None]
+    offsets = (k - 6 * (k / 6).floor() for k in (hue + 5, hue + 3, hue + 1))  # mod 6; `remainder` is not vectorised
+    return tuple(value - chroma * torch.minimum(k, 4 - k).clamp(0, 1) for k in offsets)
+
+
+def blend_in_turn(planes: Planes, factors: Tensor, kinds: Tensor) -> Planes:
+    """The blends with factors (b, n) of kinds (b, n), left to right: the order, too, is each image's own."""
+    for factor, kind in zip(factors.unbind(1), kinds.unbind(1), strict=True):
+        planes = blend(planes, factor, kind)
+    return planes
+
+
+def colour_jitter(planes: Planes, factors: Tensor, kinds: Tensor, turns: Tensor, slot: Tensor) -> Planes:
+    """Blends as `blend_in_turn`, with the hue turned by `turns` (b,) after the first `slot` (b,) of them.
+
+    Hue runs once for the whole batch, between two rounds of blends: a blend takes part in the round on its side of the
+    hue and is the identity (factor 1) in the other.
+    """
+    early = torch.arange(kinds.shape[1], device=slot.device) < slot[:, None]  # (b, n)
+    planes = blend_in_turn(planes, torch.where(early, factors, 1), kinds)
+    planes = shift_hue(planes, turns)
+    return blend_in_turn(planes, torch.where(early, 1, factors), kinds)
+
+
+def grayscale(planes: Planes, on: Tensor) -> Planes:
+    """The grey version in every channel where `on` (b,)."""
+    grey = luminance(planes)
+    return tuple(torch.where(on[:, None, None], grey, plane) for plane in planes)
+
+
+# --- filters ----------------------------------------------------------------------------------------------------------
+
+
+def gaussian_blur(x: Tensor, sigma: Tensor, *, kernel: int) -> Tensor:
+    """Each image blurred with its own sigma (b,), a window of `kernel` (odd) pixels, borders reflected."""
+    reach = kernel // 2
+    distance = torch.arange(-reach, reach + 1, device=x.device)
+    taps = (-0.5 * (distance / sigma[:, None]).square()).softmax(1)[:, :, None, None, None]  # (b, kernel, 1, 1, 1)
+    height, width = x.shape[-2:]
+    x = F.pad(x, (reach, reach, reach, reach), mode="reflect")
+    # Shifted sums rather than a grouped convolution: the kernels differ by image, and the compiler fuses each line.
+    x = sum((taps[:, t] * x[..., t : t + width] for t in range(1, kernel)), taps[:, 0] * x[..., :width])
+    return sum((taps[:, t] * x[..., t : t + height, :] for t in range(1, kernel)), taps[:, 0] * x[..., :height, :])
+
+
+def solarize(x: Tensor, on: Tensor) -> Tensor:
+    """Values from one half up inverted, where `on` (b,)."""
+    return torch.where(on[:, None, None, None] & (x >= SOLARIZE_FROM), 1 - x, x)
+
+
+def normalise(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """(x − mean) / std per channel, grey replicated to RGB: (b, C, H, W) → (b, 3 or C, H, W)."""
+    channels = 3 if x.shape[1] == 1 else x.shape[1]
+    if len(mean) not in (1, channels):
+        raise UserError(
+            f"mean and std have {len(mean)} entries for images of {channels} channels: give 1 or {channels} of each"
+        )
+    x = x.expand(-1, channels, -1, -1)
+    return (x - mean[:, None, None]) / std[:, None, None]
+
+
+def prepare(images: Tensor, *, size: int, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """The evaluation transform: central square, resized if needed, grey to RGB, normalised. uint8 in, float32 out."""
+    x = resize(images.float() / 255, size=size)
+    return normalise(x, torch.tensor(mean, device=x.device), torch.tensor(std, device=x.device))
+
+
+# --- the recipe -------------------------------------------------------------------------------------------------------
+
+
+class Augment(nn.Module):
+    """One random view per image: crop, flip, rotation, colour jitter, grayscale, blur, solarize, normalise.
+
+    The other keywords are the fields of `AugmentConfig`, with its defaults (the CIFAR recipe) and its checks. What has
+    probability or extent 0 is left out here, once, and takes no uniforms; crop_scale (1, 1) is such an extent.
+    """
+
+    mean: Tensor  # (1,) or (C,)
+    std: Tensor
+    orders: Tensor  # (n!, n): every order of the n blends in use
+    kinds: Tensor  # (n,): BRIGHTNESS, CONTRAST or SATURATION
+    amounts: Tensor  # (n,): their factors are drawn from 1 ± this
+
+    def __init__(self, *, size: int, mean: Sequence[float], std: Sequence[float], **settings: Any) -> None:
+        super().__init__()
+        self.size = size
+        self.recipe = recipe = AugmentConfig(**settings)
+        self.blur_kernel = max(3, size // 10 | 1)  # SimCLR's tenth of the image, odd
+        amounts = (recipe.brightness, recipe.contrast, recipe.saturation)
+        kinds = [kind for kind in (BRIGHTNESS, CONTRAST, SATURATION) if amounts[kind] > 0]
+        hue = 1 * (recipe.hue > 0)
+        self.jitter_columns = [1, 1, len(kinds), hue, hue]  # whether, in which order, factors, turns, slot
+        uniforms = {
+            "crop": (2 * ATTEMPTS + 2) * (tuple(recipe.crop_scale) != (1, 1)),
+            "flip": 1 * (recipe.flip > 0),
+            "rotation": 1 * (recipe.rotation > 0),
+            "jitter": sum(self.jitter_columns) * (recipe.jitter > 0 and len(kinds) + hue > 0),
+            "grayscale": 1 * (recipe.grayscale > 0),
+            "blur": 2 * (recipe.blur > 0),
+            "solarize": 1 * (recipe.solarize > 0),
+        }
+        self.uniforms = {name: count for name, count in uniforms.items() if count}
+        self.draws = sum(self.uniforms.values())
+        buffers = {
+            "mean": torch.tensor(mean, dtype=torch.float32),
+            "std": torch.tensor(std, dtype=torch.float32),
+            "orders": torch.tensor(list(permutations(range(len(kinds)))), dtype=torch.long),
+            "kinds": torch.tensor(kinds, dtype=torch.long),
+            "amounts": torch.tensor([amounts[kind] for kind in kinds]),
+        }
+        for name, value in buffers.items():
+            self.register_buffer(name, value, persistent=False)
+
+    def forward(self, images: Tensor, u: Tensor) -> Tensor:
+        """images uint8 (b, C, H, W), u float32 (b, draws) in [0, 1) → float32 (b, 3 or C, size, size), normalised."""
+        if images.dtype != torch.uint8 or u.shape != (len(images), self.draws):
+            raise ValueError(
+                f"got {images.dtype} images and u {tuple(u.shape)}, need uint8 and ({len(images)}, {self.draws})"
+            )
+        # bfloat16 has as many digits as a pixel, so that autocast would round the views visibly.
+        with torch.autocast(images.device.type, enabled=False):
+            portion = len(images)
+            if images.device.type == "cpu" and not torch.compiler.is_compiling():
+                portion = max(1, CACHED // (images.shape[1] * self.size**2))
+            views = [
+                self._views(x.float() / 255, self.named(v))
+                for x, v in zip(images.split(portion), u.split(portion), strict=True)
+            ]
+            return torch.cat(views) if len(views) > 1 else views[0]
+
+    def named(self, u: Tensor) -> dict[str, Tensor]:
+        """The columns of u that belong to each operation."""
+        return dict(zip(self.uniforms, u.split(list(self.uniforms.values()), dim=1), strict=True))
+
+    def _views(self, x: Tensor, u: dict[str, Tensor]) -> Tensor:
+        recipe = self.recipe
+        x = self._framed(x, u)
+        if "rotation" in u:
+            x = rotate(x, uniform(u["rotation"][:, 0], -recipe.rotation, recipe.rotation))
+        if "jitter" in u or ("grayscale" in u and x.shape[1] == 3):
+            x = self._coloured(x, u)
+        if "blur" in u:
+            on, u_sigma = u["blur"].split(1, dim=1)
+            blurred = gaussian_blur(x, uniform(u_sigma[:, 0], *BLUR_SIGMA), kernel=self.blur_kernel)
+            x = torch.where(on[:, :, None, None] < recipe.blur, blurred, x)
+        if "solarize" in u:
+            x = solarize(x, u["solarize"][:, 0] < recipe.solarize)
+        return normalise(x, self.mean, self.std)
+
+    def _framed(self, x: Tensor, u: dict[str, Tensor]) -> Tensor:
+        """Crop, resize and flip: two batched matrix products, the flip being the columns' weights read backwards."""
+        flipped = u["flip"][:, :, None] < self.recipe.flip if "flip" in u else None  # (b, 1, 1)
+        if "crop" not in u:
+            x = resize(x, size=self.size)
+            return x if flipped is None else torch.where(flipped[..., None], x.flip(-1), x)
+        height, width = x.shape[-2:]
+        top, left, h, w = crop_box(
+            u["crop"], height=height, width=width, scale=self.recipe.crop_scale, ratio=self.recipe.crop_ratio
+        )
+        rows = resample_weights(top, h, source=height, target=self.size)
+        columns = resample_weights(left, w, source=width, target=self.size)
+        if flipped is not None:
+            columns = torch.where(flipped, columns.flip(1), columns)
+        return resample(x, rows, columns)
+
+    def _coloured(self, x: Tensor, u: dict[str, Tensor]) -> Tensor:
+        """Colour jitter and grayscale."""
+        recipe, rgb, planes = self.recipe, x.shape[1] == 3, x.unbind(1)
+        grey = u["grayscale"][:, 0] < recipe.grayscale if "grayscale" in u and rgb else None
+        if "jitter" in u:
+            factors, kinds, turns, slot = self.jitter_parameters(u["jitter"])
+            if rgb and recipe.hue > 0:
+                if colour is not None and torch.compiler.is_compiling() and grey is not None and colour.fits(x):
+                    return colour.jitter(x, factors, kinds, turns, slot, grey)  # the same in one kernel
+                planes = colour_jitter(planes, factors, kinds, turns, slot)
+            else:  # saturation means nothing without colours
+                factors = factors if rgb else torch.where(kinds == SATURATION, 1, factors)
+                planes = blend_in_turn(planes, factors, kinds)
+        return torch.stack(planes if grey is None else grayscale(planes, grey), dim=1)
+
+    def jitter_parameters(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Factors and kinds (b, n) of the blends in order, turns and slot (b,) of the hue among them, if it is in use.
+
+        A random order of the blends with a random slot for the hue is a random order of all, as in torchvision.
+        """
+        u_on, u_order, u_factors, u_turns, u_slot = u.split(self.jitter_columns, dim=1)
+        on = u_on < self.recipe.jitter  # (b, 1)
+        order = self.orders[integers(u_order[:, 0], len(self.orders)).long()]
+        factors = uniform(u_factors, 1 - self.amounts, 1 + self.amounts).gather(1, order)
+        turns = uniform(u_turns, -self.recipe.hue, self.recipe.hue)
+        slot = integers(u_slot, 1 + len(self.kinds))
+        return torch.where(on, factors, 1), self.kinds[order], torch.where(on, turns, 0).squeeze(1), slot.squeeze(1)

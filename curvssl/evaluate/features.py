@@ -1,0 +1,141 @@
+"""A frozen encoder → Features(h, z, y), in memory and on disk."""
+
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from curvssl import ranks
+from curvssl.collectives import rank
+from curvssl.config import UserError
+from curvssl.data.stream import Images
+from curvssl.data.views import prepare
+from curvssl.files import write_atomic
+from curvssl.models import no_search
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the frozen network makes of N images, on the CPU."""
+
+    h: Tensor  # (N, d_h) float32, the encoder's output
+    z: Tensor | None = None  # (N, d_z) float32, the projector's
+    y: Tensor | None = None  # (N,) int64
+    index: Tensor | None = None  # (N,) int64, the images' places in their split, where some of it could not be read
+
+    @property
+    def has_labels(self) -> bool:
+        return self.y is not None
+
+
+@torch.inference_mode()
+def extract(
+    encoder: nn.Module,
+    images: Images,
+    *,
+    size: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    projector: nn.Module | None = None,
+    labels: Tensor | None = None,
+    batch_size: int = 512,
+    device: torch.device | str | None = None,
+    precision: str = "fp32",
+) -> Features:
+    """h = f(x) and z = g(h) of uint8 images (N, C, H, W), after the evaluation transform.
+
+    Encoder and projector work in eval mode and come back as they were, every weight, buffer and mode. They work where
+    they lie, or are moved to `device`. `precision` is fp32, bf16 (autocast), or auto, which is bf16 on CUDA.
+    """
+    if len(images) == 0:
+        raise UserError("there is no image to make features of: give at least one")
+    nets = [net for net in (encoder, projector) if net is not None]
+    if device is not None:
+        for net in nets:
+            net.to(device)
+    place = next(encoder.parameters(), torch.empty(0)).device
+    bf16 = precision == "bf16" or (precision == "auto" and place.type == "cuda")
+    hs, zs = [], []
+    with _eval_mode(nets), no_search(), torch.autocast(place.type, dtype=torch.bfloat16, enabled=bf16):
+        for batch in images.split(batch_size):
+            x = prepare(batch.to(place, non_blocking=True), size=size, mean=mean, std=std)
+            hs.append(encoder(x))
+            if projector is not None:
+                zs.append(projector(hs[-1]).float())
+    h = torch.cat(hs).float()
+    if h.ndim != 2:
+        raise UserError(f"the encoder gives {tuple(h.shape[1:])} an image, not one vector: pool its output first")
+    # Clones made outside inference mode are ordinary tensors, which autograd accepts.
+    with torch.inference_mode(False):
+        return Features(h=h.cpu().clone(), z=torch.cat(zs).cpu().clone() if zs else None, y=labels)
+
+
+def extract_over_ranks(
+    encoder: nn.Module, images: Images, *, labels: Tensor | None = None, **settings: Any
+) -> Features:
+    """`extract`, each rank its share of the images; every rank gets the whole. Images that cannot be read are left out.
+
+    All ranks must call it. The settings are those of `extract`.
+    """
+    mine = ranks.shares(len(images))[rank()]
+    part = extract(encoder, images[mine], **settings) if mine.stop > mine.start or len(images) == 0 else None
+    parts = [part for part in ranks.from_all(part) if part is not None]
+    h = torch.cat([part.h for part in parts])
+    z = None if parts[0].z is None else torch.cat([part.z for part in parts if part.z is not None])
+    index = readable(images)
+    if len(index) == len(images):
+        return Features(h, z, labels)
+    return Features(h[index], None if z is None else z[index], None if labels is None else labels[index], index)
+
+
+def readable(images: Images) -> Tensor:
+    """Places of the images that have not turned out unreadable on any rank."""
+    if isinstance(images, Tensor):
+        return torch.arange(len(images))
+    for bad in ranks.from_all(dict(images.bad)):
+        images.bad.update(bad)
+    return images.places()
+
+
+@contextmanager
+def _eval_mode(nets: list[nn.Module]) -> Iterator[None]:
+    """Eval mode for a while; each module gets its own mode back, since a BatchNorm may have been frozen on its own."""
+    modes = [(module, module.training) for net in nets for module in net.modules()]
+    for net in nets:
+        net.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def raw_pixels(images: Tensor) -> Tensor:
+    """uint8 (N, C, H, W) → float32 (N, C·H·W) in [0, 1]: the floor that features have to beat."""
+    return images.flatten(1).float() / 255
+
+
+def save(features: Features, path: Path) -> None:
+    """Write an npz with h and, where they exist, z, y and index."""
+    arrays = {"h": features.h, "z": features.z, "y": features.y, "index": features.index}
+    kept: dict[str, Any] = {name: array.numpy() for name, array in arrays.items() if array is not None}
+    write_atomic(path, lambda file: np.savez(file, **kept))
+
+
+def load(path: Path) -> Features:
+    """What `save` wrote."""
+    try:
+        with open(path, "rb") as opened, np.load(opened) as file:  # np.load leaves a broken file open if it opens it
+            arrays = {name: torch.from_numpy(file[name]) for name in file.files}
+        return Features(h=arrays["h"].float(), z=arrays.get("z"), y=arrays.get("y"), index=arrays.get("index"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist: make the features of this run first") from None
+    except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        what = type(error).__name__
+        raise UserError(f"{path} is not a whole file of features ({what}): delete it and make them again") from None

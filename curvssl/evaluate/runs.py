@@ -1,0 +1,232 @@
+"""The second stage, on run directories: features, probes with their floors, maps, comparisons; results go there too."""
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from curvssl import ranks
+from curvssl.collectives import rank, world_size
+from curvssl.config import UserError
+from curvssl.data.folders import FolderImages, canvas_of, open_images, write_bad_images
+from curvssl.data.named import Dataset, Split, describe, load_on_ranks
+from curvssl.data.views import resize
+from curvssl.evaluate import features
+from curvssl.evaluate.features import Features, extract_over_ranks, raw_pixels
+from curvssl.evaluate.probes import PROBES, summary
+from curvssl.files import say, write_atomic, write_json
+from curvssl.geometry import curvature
+from curvssl.rundir import FREE, Run
+
+SPLITS = ("train", "test")
+PIXELS = 32
+NAMES = {
+    "barlow-twins": "Barlow Twins",
+    "vicreg": "VICReg",
+    "curvssl": "CurvSSL",
+    "kernel-curvssl": "kernel CurvSSL",
+}
+
+
+def dataset_of(run: Run, *, source: str = "auto") -> Dataset:
+    """The data of a run, normalised as they were for it."""
+    data = load_on_ranks(run.config.dataset, source=source, size=run.config.image_size)
+    known = run.read_json("data.json")
+    if known and known["sha256"] != data.sha256:
+        raise UserError(
+            f"{data.name} has changed since {run.path} was trained ({known['images']:,} training images then, "
+            f"{len(data.train.images):,} now): restore it, or pretrain again"
+        )
+    return dataclasses.replace(data, mean=tuple(known["mean"]), std=tuple(known["std"])) if known else data
+
+
+def features_of(run: Run, data: Dataset, split: str) -> Features:
+    """h, z and labels of one split, made once and kept in the run; each rank makes its share."""
+    path = run.path / f"features-{split}.npz"
+    if not ranks.from_main(path.exists()):
+        net = run.load_net()
+        part = getattr(data, split)
+        found = extract_over_ranks(
+            net.encoder,
+            part.images,
+            size=run.config.image_size,
+            mean=data.mean,
+            std=data.std,
+            projector=net.projector,
+            labels=part.labels,
+            device=here(),
+            precision="auto",
+        )
+        if ranks.is_main():
+            features.save(found, path)
+        ranks.wait()
+    return features.load(path)
+
+
+def probe(run: Run, *, source: str = "auto", seeds: Sequence[int] = (0, 1, 2), floors: bool = True) -> dict[str, Any]:
+    """Accuracy of every probe, and of the same probes on raw pixels and on this run's encoder untrained."""
+    with ranks.ranks(best_device()):
+        data = dataset_of(run, source=source)
+        if data.train.labels is None or data.test.labels is None:
+            raise UserError(
+                f"{data.name} has no labels, so that the {', '.join(PROBES)} probes are skipped; "
+                f"curvssl map {run.path} needs none: it colours by curvature"
+            )
+        train, test = (features_of(run, data, split) for split in SPLITS)
+        results = probe_features(train, test, seeds=seeds, classes=len(data.classes), predictions=run.path)
+        if floors:
+            results |= floors_of(run, data, seeds=seeds)
+        if ranks.is_main():
+            write_json(run.path / "probes.json", results)
+        return results
+
+
+def floors_of(run: Run, data: Dataset, *, seeds: Sequence[int]) -> dict[str, Any]:
+    """What the probes reach without learning: on pixels, and on the features of random weights."""
+    pixels = (pixels_of(part) for part in (data.train, data.test))
+    encoder = run.make_net(channels=max(3, data.train.images.shape[1])).encoder
+    shape = {"size": run.config.image_size, "mean": data.mean, "std": data.std, "device": here()}
+    random = (extract_over_ranks(encoder, part.images, labels=part.labels, **shape) for part in (data.train, data.test))
+    return {
+        "raw pixels": probe_features(*pixels, seeds=seeds, classes=len(data.classes)),
+        "random encoder": probe_features(*random, seeds=seeds, classes=len(data.classes)),
+    }
+
+
+def pixels_of(part: Split) -> Features:
+    """Raw pixels; those of images on disk at 32×32 at most, for a photograph's own would be 150,000 numbers."""
+    if isinstance(part.images, torch.Tensor):
+        return Features(h=raw_pixels(part.images), y=part.labels)
+    size = min(PIXELS, *part.images.shape[2:])
+    h = torch.cat([resize(batch.float() / 255, size=size).flatten(1) for batch in part.images.split(512)])
+    index = part.images.places()
+    return Features(h=h[index], y=None if part.labels is None else part.labels[index])
+
+
+def probe_features(
+    train: Features, test: Features, *, seeds: Sequence[int], classes: int, predictions: Path | None = None
+) -> dict[str, Any]:
+    """{probe: summary}, each rank some of the probes; with a folder, their predictions for the test images go there."""
+    assert train.y is not None
+    assert test.y is not None
+    mine = list(PROBES)[rank() :: world_size()]
+    results = ranks.from_all(
+        {name: PROBES[name](train.h, train.y, test.h, test.y, classes=classes, seeds=tuple(seeds)) for name in mine}
+    )
+    found = {name: part[name] for name in PROBES for part in results if name in part}
+    if predictions is not None and ranks.is_main():
+        arrays = {
+            f"{name}_{what}": getattr(r, what).numpy()
+            for name, r in found.items()
+            for what in ("predictions", "confidence")
+        }
+        write_atomic(predictions / "predictions-test.npz", lambda file: np.savez(file, **arrays))
+    return {name: summary(result) for name, result in found.items()}
+
+
+def draw_map(run: Run, *, of: str = "h", split: str = "test", source: str = "auto", seed: int = 0) -> Path:
+    """UMAP of one split's h or z as npz, PNG and PDF in the run directory; the PNG's path.
+
+    Coloured by label, or by curvature where there are no labels.
+    """
+    from curvssl.evaluate import maps
+
+    data = dataset_of(run, source=source)
+    found = features_of(run, data, split)
+    values = found.h if of == "h" else found.z
+    assert values is not None
+    stem = run.path / f"map-{of}-{split}"
+    xy = maps.umap(values, seed=seed)
+    maps.save(xy, stem.with_name(stem.name + ".npz"), index=found.index)
+    title = f"{NAMES[run.config.method]} on {data.name}, {of} of the {split} images"
+    if found.y is None:
+        say(f"{data.name} has no labels: the map is coloured by curvature")
+        scores = curvature(values, k=min(run.config.k, len(values) - 1))
+        png, _ = maps.draw(xy, values=scores, values_name="curvature, Eq. (6)", title=title, out=stem)
+    else:
+        png, _ = maps.draw(xy, labels=found.y, classes=data.classes, title=title, out=stem)
+    return png
+
+
+def embed(run: Run, images: Path, *, out: Path) -> Features:
+    """h and z of any folder of images or uint8 array, as npz; for a folder with the files' paths.
+
+    Each rank makes its share. Files that cannot be read are listed in OUT.bad-images.txt and left out.
+    """
+    with ranks.ranks(best_device()):
+        net = run.load_net()
+        known = run.read_json("data.json") or describe(dataset_of(run))
+        size, channels = run.config.image_size, known["channels"]
+        pixels = open_images(images, canvas=canvas_of(known, size=size), channels=channels)
+        if max(3, pixels.shape[1]) != max(3, channels):
+            raise UserError(f"{images} has {pixels.shape[1]} channels, and {run.path} was trained on {channels}")
+        found = extract_over_ranks(
+            net.encoder,
+            pixels,
+            size=size,
+            mean=known["mean"],
+            std=known["std"],
+            projector=net.projector,
+            device=here(),
+        )
+        if ranks.is_main():
+            arrays: dict[str, Any] = {"h": found.h.numpy()} | ({} if found.z is None else {"z": found.z.numpy()})
+            if isinstance(pixels, FolderImages):
+                arrays["path"] = np.array([pixels.names[i] for i in pixels.places().tolist()])
+                write_bad_images(out.with_name(out.name + ".bad-images.txt"), pixels.bad)
+            write_atomic(out, lambda file: np.savez(file, **arrays))
+        return found
+
+
+def compare(runs: Iterable[Run]) -> list[list[str]]:
+    """One row for each group of runs that differ in their seed alone: mean ± standard deviation of every probe."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        same = run.config.to_dict() | dict.fromkeys(("seed", *FREE))
+        groups.setdefault(str(same), []).append(run)
+    rows = []
+    for members in groups.values():
+        config = members[0].config
+        found = [run.read_json("probes.json") for run in members]
+        missing = [str(run.path) for run, probes in zip(members, found, strict=True) if not probes]
+        if missing:
+            raise UserError(f"not probed yet: {', '.join(missing)}; run curvssl probe on them first")
+        cells = [spread([probes[name]["mean"] for probes in found]) for name in PROBES]
+        rows.append([config.dataset, NAMES[config.method], str(len(members)), *cells])
+    return rows
+
+
+def spread(values: Sequence[float]) -> str:
+    """mean ± standard deviation (n − 1), or the value alone."""
+    if len(values) == 1:
+        return f"{values[0]:.1f}"
+    return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
+
+
+def probe_rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Rows of a table from {name: {probe: summary}}."""
+    return [[name, *(spread(probes[probe]["accuracy"]) for probe in PROBES)] for name, probes in results.items()]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Plain text, the first column to the left and the others to the right."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    text = [
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+        for line in lines
+    ]
+    return "\n".join([text[0], "─" * len(text[0]), *text[1:]])
+
+
+def here() -> torch.device:
+    """This rank's device."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def best_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

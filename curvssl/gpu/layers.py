@@ -1,0 +1,123 @@
+"""A forward pass through torchvision's ResNets by hand, for the captured step; what it computes is torchvision's.
+
+Convolutions are cuDNN's, or stem.py's for the first; BatchNorm, ReLU and residuals are norm.py's; weight gradients and
+running statistics go to the second stream (overlap.py). The compiler would have to trace it all to gain nothing.
+"""
+
+import copy
+import itertools
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from curvssl.gpu.norm import normalise
+from curvssl.gpu.overlap import beside_this, convolve
+from curvssl.gpu.stem import pool
+from curvssl.models import no_search
+
+
+def takes(net: Any) -> bool:
+    """Whether `encode` knows this network: a plain ResNet of basic blocks, like ResNet-18 and 34."""
+    from torchvision.models.resnet import BasicBlock, ResNet
+
+    if type(net) is not ResNet:
+        return False
+    blocks = blocks_of(net)
+    if any(type(block) is not BasicBlock for block in blocks):
+        return False
+    shortcuts = [block.downsample for block in blocks if block.downsample is not None]
+    if any(not isinstance(shortcut, nn.Sequential) or len(shortcut) != 2 for shortcut in shortcuts):
+        return False
+    convs = [net.conv1, *(conv for block in blocks for conv in (block.conv1, block.conv2)), *(s[0] for s in shortcuts)]
+    norms = [net.bn1, *(norm for block in blocks for norm in (block.bn1, block.bn2)), *(s[1] for s in shortcuts)]
+    return (
+        all(isinstance(conv, nn.Conv2d) and conv.bias is None and not isinstance(conv.padding, str) for conv in convs)
+        and {(conv.groups, conv.dilation, conv.padding_mode) for conv in convs} == {(1, (1, 1), "zeros")}
+        and all(isinstance(norm, nn.BatchNorm2d) and norm.affine and norm.training for norm in norms)
+        and all(norm.track_running_stats and norm.momentum == net.bn1.momentum is not None for norm in norms)
+        and all(isinstance(part.relu, nn.ReLU) for part in (net, *blocks))
+        and str(net.maxpool) in (str(nn.MaxPool2d(3, 2, 1)), str(nn.Identity()))
+        and str(net.avgpool) == str(nn.AdaptiveAvgPool2d((1, 1)))
+        and isinstance(net.fc, nn.Identity)
+    )
+
+
+def blocks_of(net: Any) -> list[Any]:
+    return [block for stage in (net.layer1, net.layer2, net.layer3, net.layer4) for block in stage]
+
+
+def encode(net: Any, x: Tensor) -> Tensor:
+    """h of two views (2b, C, H, W) in channels_last, in x's precision; in training mode, BatchNorm view by view."""
+    layers = _Layers(net, x)
+    blocks = blocks_of(net)
+    pools = not isinstance(net.maxpool, nn.Identity)
+    found = layers.normalise(net.bn1, layers.convolve(net.conv1, x), fork=not pools)
+    if pools:
+        even = found.shape[2] % 2 == found.shape[3] % 2 == 0
+        found = pool(found) if even else (net.maxpool(found),) * 2
+    for block, reader in itertools.zip_longest(blocks, blocks[1:]):
+        x, shortcut = found
+        out = layers.normalise(block.bn1, layers.convolve(block.conv1, x))
+        if block.downsample is not None:
+            shortcut = layers.normalise(block.downsample[1], layers.convolve(block.downsample[0], shortcut), relu=False)
+        out = layers.convolve(block.conv2, out)
+        found = layers.normalise(block.bn2, out, residual=shortcut, fork=reader is not None)
+    layers.keep_statistics()
+    # The mean of (pixels, channels) has a gradient in channels_last, and that of the last two dimensions has not.
+    return found.flatten(1) if found.shape[2:] == (1, 1) else found.permute(0, 2, 3, 1).flatten(1, 2).mean(1)
+
+
+def rehearse(net: Any, images: int, size: int, dtype: torch.dtype, stream: torch.cuda.Stream) -> None:
+    """A pass of a copy, forward and back, which leaves the kernels for such images compiled."""
+    # cuDNN's plans are a thread's own, and what it timed beside other work could be the wrong one.
+    with torch.cuda.stream(stream), no_search():
+        x = torch.zeros(images, net.conv1.in_channels, size, size, dtype=dtype, device=stream.device)
+        encode(copy.deepcopy(net), x.contiguous(memory_format=torch.channels_last)).sum().backward()
+
+
+class _Layers:
+    """What the layers share in one pass: weights in low precision, zeros to add to, statistics to keep."""
+
+    def __init__(self, net: nn.Module, x: Tensor) -> None:
+        weights = [module.weight for module in net.modules() if isinstance(module, nn.Conv2d)]
+        low = exact = [weight.detach() for weight in weights]
+        if x.dtype != exact[0].dtype:
+            low = [torch.empty_like(weight, dtype=x.dtype) for weight in exact]
+            torch._foreach_copy_(low, exact)  # all in one launch
+        self.low = dict(zip(weights, low, strict=True))
+        norms = [module for module in net.modules() if isinstance(module, nn.BatchNorm2d)]
+        sizes = [8 * bn.num_features for bn in norms]
+        self.zeros = dict(zip(norms, torch.zeros(sum(sizes), device=x.device).split(sizes), strict=True))
+        self.statistics: dict[nn.Module, Tensor] = {}
+
+    def convolve(self, layer: nn.Conv2d, x: Tensor) -> Tensor:
+        stride, padding = (list(cast(tuple[int, ...], pair)) for pair in (layer.stride, layer.padding))
+        return convolve(x, layer.weight, self.low[layer.weight], stride, padding)
+
+    def normalise(
+        self, layer: Any, x: Tensor, *, residual: Tensor | None = None, relu: bool = True, fork: bool = False
+    ) -> Any:
+        """With `fork` a pair of the same, one for each of two readers, whose gradients then arrive apart."""
+        zeros = self.zeros[layer].view(2, 2, 2, -1)
+        self.statistics[layer], *y = normalise(x, residual, layer.weight, layer.bias, zeros, layer.eps, relu, fork)
+        return tuple(y) if fork else y[0]
+
+    @torch.no_grad()
+    def keep_statistics(self) -> None:
+        """Running statistics move once a view; nobody waits for them, so they do it beside the rest."""
+        found = list(self.statistics.values())
+        if not found[0].is_cuda:
+            return self._move(found)
+        with beside_this() as beside:
+            self._move(found)
+        for tensor in found:
+            tensor.record_stream(beside)
+        return None
+
+    def _move(self, found: list[Tensor]) -> None:
+        norms: Any = list(self.statistics)
+        for view, (what, name) in itertools.product(range(2), enumerate(("running_mean", "running_var"))):
+            running = [getattr(bn, name) for bn in norms]
+            torch._foreach_lerp_(running, [one[view, what] for one in found], norms[0].momentum)
+        torch._foreach_add_([bn.num_batches_tracked for bn in norms], 2)

@@ -1,0 +1,261 @@
+"""The paper's table and figures, run again, a study's cells one by one (studies.py says which).
+
+Each finished cell is one JSON in results/STUDY/, with its provenance. What is there is not run again, so a campaign can
+be spread over as many bookings and machines as it takes, and tables and figures are made from the JSON alone.
+"""
+
+import json
+import math
+import os
+import re
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from curvssl.config import PretrainConfig
+from curvssl.evaluate.features import Features, load
+from curvssl.evaluate.maps import COLOURS
+from curvssl.evaluate.runs import NAMES, dataset_of, features_of, probe, probe_features, spread, table
+from curvssl.files import Busy, lock, say, write_json
+from curvssl.paper import figures
+from curvssl.paper.studies import SEEDS, study_of
+from curvssl.rundir import Run, provenance
+from curvssl.train.loop import hold_out, pretrain
+
+CURVE_POINTS = 100  # rows of metrics that a cell's JSON keeps
+PICTURED = ("barlow-twins", "curvssl", "kernel-curvssl")  # whose first seed in the study "faithful" gets a map
+WATCHED = (("rho", 2), ("effective_rank", 0))  # of the last batch, and how many digits to show
+CURVES = ("invariance", "redundancy", "effective_rank", "rho", "z_std", "knn")
+PAPER = {  # Table 1, accuracy in percent
+    ("mnist", "vicreg"): 95.9,
+    ("mnist", "barlow-twins"): 94.9,
+    ("mnist", "curvssl"): 97.9,
+    ("mnist", "kernel-curvssl"): 98.4,
+    ("cifar10", "vicreg"): 74.5,
+    ("cifar10", "barlow-twins"): 73.6,
+    ("cifar10", "curvssl"): 75.1,
+    ("cifar10", "kernel-curvssl"): 76.5,
+}
+# Two-sided 95 % points of Student's t, by degrees of freedom: differences are paired over few seeds.
+STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+
+
+# ---- running ----
+
+
+def run_study(
+    name: str,
+    *,
+    results: Path,
+    runs: Path,
+    minutes: float | None = None,
+    only: str = "",
+    source: str = "auto",
+) -> list[str]:
+    """Run the cells that have no result yet, as far as the time goes; the names of those finished now.
+
+    After `minutes` the training under way writes a checkpoint and stops.
+    """
+    study, todo = study_of(name), to_do(name, results=results, only=only)
+    if torch.cuda.is_available():  # several processes may share a device, and their threads would wait for each other
+        torch.set_num_threads(2)
+    if minutes is not None:
+        alarm = threading.Timer(60 * minutes, os.kill, (os.getpid(), signal.SIGTERM))
+        alarm.daemon = True
+        alarm.start()
+    finished = []
+    for i, cell in enumerate(todo, 1):
+        try:
+            with lock(runs / name / cell / "cell"):
+                if cell in to_do(name, results=results, only=cell):
+                    print(f"{name}: {cell} ({i} of {len(todo)})", flush=True)
+                    finish_cell(name, cell, study[cell], results=results, run_path=runs / name / cell, source=source)
+                    finished.append(cell)
+        except Busy:  # several processes may work at a study: each takes what no other has
+            continue
+    map_cells(name, results=results, runs=runs)
+    return finished
+
+
+def to_do(name: str, *, results: Path, only: str = "") -> list[str]:
+    """Cells without a result."""
+    return [cell for cell in study_of(name) if only in cell and not (results / name / f"{cell}.json").exists()]
+
+
+def finish_cell(study: str, cell: str, config: PretrainConfig, *, results: Path, run_path: Path, source: str) -> None:
+    started = time.monotonic()
+    run = pretrain(config, out=run_path, source=source)
+    probes = judge(run, source=source)
+    seconds = time.monotonic() - started
+    made = provenance(device=run.read_json("provenance.json")["device"])
+    made |= {key: run.read_json("provenance.json").get(key) for key in ("data_sha256", "seconds")}
+    write_json(
+        results / study / f"{cell}.json",
+        {
+            "study": study,
+            "cell": cell,
+            "config": config.to_dict(),
+            "judged_on": "held-out training images" if config.holdout else "test images",
+            "probes": probes,
+            "curves": thin(run.metrics()),
+            "seconds_with_probes": seconds,
+            "provenance": made,
+        },
+    )
+
+
+def judge(run: Run, *, source: str) -> dict[str, Any]:
+    """The probes: on the test images, or on the training images that were held out, where settings are to be chosen."""
+    if not run.config.holdout:
+        return probe(run, source=source, floors=False)
+    data = dataset_of(run, source=source)
+    train = features_of(run, data, "train")
+    assert train.y is not None
+    fit, held = hold_out(len(train.h), share=run.config.holdout, seed=run.config.seed)
+    parts = (Features(h=train.h[rows], y=train.y[rows]) for rows in (fit, held))
+    return probe_features(*parts, seeds=SEEDS, classes=len(data.classes))
+
+
+def to_map(name: str, *, results: Path) -> list[str]:
+    """Cells whose test features are to be drawn and have not been mapped yet."""
+    first = {cell: c for cell, c in study_of(name).items() if name == "faithful" and c.seed == SEEDS[0]}
+    return [
+        cell
+        for cell, c in first.items()
+        if c.method in PICTURED and not (results / name / "maps" / f"{cell}.json").exists()
+    ]
+
+
+def map_cells(name: str, *, results: Path, runs: Path) -> None:
+    """UMAP of the features that lie in finished runs; they may come from a machine without umap-learn."""
+    for cell in to_map(name, results=results):
+        file = runs / name / cell / "features-test.npz"
+        if not file.exists():
+            continue
+        if find_spec("umap") is None:
+            say(f"{cell} has no map yet: that needs umap-learn; copy {file.parent} to where that is, and go on there")
+            continue
+        found = load(file)
+        assert found.y is not None
+        classes = Run.read(runs / name / cell).read_json("data.json")["classes"]
+        record = figures.map_record(found.h, found.y, classes=classes)
+        write_json(
+            results / name / "maps" / f"{cell}.json", {"cell": cell} | record | {"provenance": provenance(device="cpu")}
+        )
+
+
+def thin(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At most CURVE_POINTS rows, evenly spaced, the last among them."""
+    every = math.ceil(len(rows) / CURVE_POINTS) or 1
+    return [row for i, row in enumerate(reversed(rows)) if i % every == 0][::-1]
+
+
+# ---- what has been found ----
+
+
+def read_results(name: str, *, results: Path) -> dict[str, dict[str, Any]]:
+    """Cell → its JSON, of those that are there."""
+    files = {cell: results / name / f"{cell}.json" for cell in study_of(name)}
+    return {cell: json.loads(file.read_text()) for cell, file in files.items() if file.exists()}
+
+
+def status(name: str, *, results: Path) -> str:
+    done, study = read_results(name, results=results), study_of(name)
+    missing = [cell for cell in study if cell not in done] + [
+        f"map of {cell}" for cell in to_map(name, results=results)
+    ]
+    spent = sum(found["seconds_with_probes"] for found in done.values()) / 60
+    return f"{name}: {len(done)} of {len(study)} cells, {spent:.1f} minutes" + (
+        f"; missing: {', '.join(missing)}" if missing else ""
+    )
+
+
+def study_rows(name: str, *, results: Path) -> tuple[list[str], list[list[str]]]:
+    """Header and rows, cells that differ in their seed alone together: what the paper says, every probe's mean ±
+    standard deviation over pretraining seeds, and the paired difference of the paper's probe (mlp) with its 95 %
+    interval, to Barlow Twins on the same data for as many epochs or, in a study without it, to the first row."""
+    groups: dict[str, dict[int, dict[str, Any]]] = {}
+    for cell, found in read_results(name, results=results).items():
+        groups.setdefault(re.sub(r"-seed\d+", "", cell), {})[found["config"]["seed"]] = found
+    bases: dict[tuple[str, int], str] = {}
+    for group, by_seed in groups.items():
+        c = next(iter(by_seed.values()))["config"]
+        among = c["dataset"], c["epochs"]
+        if among not in bases or (c["method"] == "barlow-twins" and "barlow" not in bases[among]):
+            bases[among] = group
+    rows = []
+    for group, by_seed in sorted(groups.items()):
+        c = next(iter(by_seed.values()))["config"]
+        dataset, method = c["dataset"], c["method"]
+        first = bases[dataset, c["epochs"]]
+        base = groups[first]
+        pairs = [by_seed[s]["probes"]["mlp"]["mean"] - base[s]["probes"]["mlp"]["mean"] for s in by_seed if s in base]
+        paper = PAPER.get((dataset, method)) if name in ("faithful", "literal") else None
+        accuracy = (spread([f["probes"][p]["mean"] for f in by_seed.values()]) for p in ("mlp", "linear", "knn"))
+        over = "" if group == first else difference(pairs)
+        last = [f["curves"][-1] for f in by_seed.values()]
+        watched = (f"{statistics.mean(row[key] for row in last):.{digits}f}" for key, digits in WATCHED)
+        what = [f"{dataset}, {row_name(group, c)}", str(len(by_seed)), f"{paper:.1f}" if paper else "–"]
+        rows.append([*what, *accuracy, over, *watched])
+    over = "over Barlow Twins" if any("barlow" in base for base in bases.values()) else "over the first"
+    return ["", "seeds", "paper", "mlp (the paper's)", "linear", "kNN", over, "ρ", "effective rank"], rows
+
+
+def row_name(cell: str, config: dict[str, Any]) -> str:
+    """What a cell shares with those that differ in their seed alone, and with cells of other data sets."""
+    rest = re.sub(r"-seed\d+", "", cell).removeprefix(f"{config['dataset']}-{config['method']}")
+    return NAMES[config["method"]] + rest.replace("-", ", ").replace("alpha", "α ")
+
+
+def difference(pairs: Sequence[float]) -> str:
+    """Mean paired difference and its 95 % interval by Student's t."""
+    if not pairs:
+        return "–"
+    mean = statistics.mean(pairs)
+    if len(pairs) - 1 not in STUDENT:
+        return f"{mean:+.1f}"
+    half = STUDENT[len(pairs) - 1] * statistics.stdev(pairs) / math.sqrt(len(pairs))
+    return f"{mean:+.1f} ({mean - half:+.1f} … {mean + half:+.1f})"
+
+
+def study_table(name: str, *, results: Path) -> str:
+    header, rows = study_rows(name, results=results)
+    return table(header, rows) if rows else f"{name}: no results yet in {results / name}"
+
+
+def looks(cells: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """Colour and label of the curves of cells, {name: configuration}: one for each row of the table or, if these are
+    too many to tell apart, one for each method."""
+    labels = {cell: row_name(cell, config) for cell, config in cells.items()}
+    if len({*labels.values()}) > len(COLOURS):
+        labels = {cell: NAMES[config["method"]] for cell, config in cells.items()}
+    names = sorted({*labels.values()})
+    if {*names} <= {*NAMES.values()}:
+        names = [*NAMES.values()]  # a method has its colour in every figure
+    return {cell: {"color": COLOURS[names.index(label)], "label": label} for cell, label in labels.items()}
+
+
+def draw_figures(name: str, *, results: Path) -> list[Path]:
+    """Training curves of a study and its maps, one figure a data set, as PNG and PDF in results/figures; the PNGs."""
+    cells = read_results(name, results=results)
+    drawn = []
+    for dataset in sorted({found["config"]["dataset"] for found in cells.values()}):
+        mine = {cell: found for cell, found in cells.items() if found["config"]["dataset"] == dataset}
+        style = looks({cell: found["config"] for cell, found in mine.items()})
+        curves = {cell: found["curves"] for cell, found in mine.items()}
+        title = f"{name}: {dataset}, one line a seed"
+        out = results / "figures" / f"curves-{name}-{dataset}"
+        drawn.append(figures.draw_curves(curves, keys=CURVES, title=title, out=out, style=style)[0])
+        files = {method: results / name / "maps" / f"{dataset}-{method}-seed{SEEDS[0]}.json" for method in PICTURED}
+        records = {NAMES[m]: json.loads(file.read_text()) for m, file in files.items() if file.exists()}
+        if records:
+            title, out = f"UMAP of h, {dataset}, test images", results / "figures" / f"umap-{name}-{dataset}"
+            drawn.append(figures.draw_maps(records, title=title, out=out)[0])
+    return drawn

@@ -1,0 +1,1 @@
+"""The page about one or more runs, and the same as pictures for print."""

@@ -1,0 +1,233 @@
+"""Run directories → one page, and pictures for print.
+
+`collect` reads a run directory and computes what is missing there, `report` writes the page about several (page.py lays
+it out), `pictures` draws one run with matplotlib.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from curvssl.data.named import Dataset
+from curvssl.data.stream import Images
+from curvssl.data.views import Augment
+from curvssl.evaluate import maps
+from curvssl.evaluate.runs import best_device, dataset_of, features_of, probe
+from curvssl.files import write_atomic
+from curvssl.geometry import curvature, nearest_neighbors
+from curvssl.kernels import unit
+from curvssl.report.page import (
+    MAPS,
+    NEIGHBORS,
+    Pictured,
+    Points,
+    RunData,
+    columns,
+    groups,
+    method_of,
+    render,
+    squares,
+    thumbnail_side,
+)
+from curvssl.rundir import Run
+
+LIMIT = 60_000  # images on a map; of a larger split this many are drawn at random, always the same
+
+
+def report(runs: Sequence[Path], out: Path, *, source: str = "auto", print_to: Path | None = None) -> Path:
+    """Write the page about finished runs to `out`; what had to be computed for it is kept in their directories.
+
+    With `print_to`, the pictures of every run that has a map go there too, one folder a run.
+    """
+    opened = [Run.read(path) for path in runs]
+    plain = [collect(run, source=source, points=False) for run in opened]
+    mapped = range(len(plain)) if len(plain) <= MAPS else [group["runs"][0] for group in groups(plain)]
+    found = [collect(run, source=source) if i in mapped else plain[i] for i, run in enumerate(opened)]
+    if print_to is not None:
+        for i in mapped:
+            pictures(found[i], print_to / found[i].name)
+    return render(found, out)
+
+
+def collect(run: Run, *, source: str = "auto", points: bool = True) -> RunData:
+    """Everything the page says of a run; without `points`, its numbers alone."""
+    data = dataset_of(run, source=source)
+    labelled = data.train.labels is not None and data.test.labels is not None
+    probes = run.read_json("probes.json")
+    if labelled and not (probes and (run.path / "predictions-test.npz").exists()):
+        probes = probe(run, source=source)
+    numbers: dict[str, Any] = {
+        "name": run.path.resolve().name,
+        "config": run.config.to_dict(),
+        "provenance": run.read_json("provenance.json"),
+        "metrics": run.metrics(),
+        "probes": probes,
+    }
+    if not points:
+        return RunData(**numbers)
+    found = features_of(run, data, "test")
+    place = torch.arange(len(found.h)) if found.index is None else found.index  # what cannot be read has no features
+    rows = chosen(len(place))
+    images = data.test.images[place[rows]]
+    pictured = Pictured(
+        name=f"{data.name} test",
+        images=small(images),
+        classes=data.classes if found.y is not None else (),
+        labels=None if found.y is None else found.y[rows].numpy(),
+        index=place[rows].numpy() if len(rows) < len(data.test.images) else None,
+    )
+    h = found.h[rows]
+    neighbors = nearest_neighbors(h, k=min(NEIGHBORS, len(h) - 1))
+    distances, cosines = edges_of(h, neighbors)
+    judged: dict[str, np.ndarray] = {}
+    if labelled:
+        with np.load(run.path / "predictions-test.npz") as file:
+            judged = {"predicted": file["linear_predictions"][rows], "confidence": file["linear_confidence"][rows]}
+    made = Points(
+        xy=map_of(run, h, place[rows]).numpy(),
+        curvature=curvature_of_views(run, data, images, place[rows]).numpy(),
+        outlier=curvature(h, k=min(run.config.k, len(h) - 1)).numpy(),
+        neighbors=neighbors.numpy(),
+        distances=distances.numpy(),
+        cosines=cosines.numpy(),
+        **judged,
+    )
+    return RunData(**numbers, points=made, pictured=pictured)
+
+
+def chosen(n: int) -> Tensor:
+    """The rows on the map, in order: all, or LIMIT of them."""
+    if n <= LIMIT:
+        return torch.arange(n)
+    return torch.randperm(n, generator=torch.Generator().manual_seed(0))[:LIMIT].sort().values
+
+
+def small(images: Images) -> np.ndarray:
+    """Thumbnails (N, 1 or 3, side, side), a batch at a time: the images themselves may be more than memory holds."""
+    n, _, height, width = images.shape
+    side = thumbnail_side(n, height, width)
+    return np.concatenate([squares(batch.numpy(), side) for batch in images.split(512)])
+
+
+def edges_of(h: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
+    """Lengths (N, k) of the edges to the neighbours (N, k); cosines (N, k(k−1)/2) between them, a < b in order."""
+    k = neighbors.shape[1]
+    a, b = torch.triu_indices(k, k, 1)
+    lengths, cosines = [], []
+    for rows in torch.arange(len(h)).split(4096):  # all edges at once would be k times the features
+        edges = h[neighbors[rows]] - h[rows, None]  # (rows, k, d)
+        u = unit(edges)
+        lengths.append(edges.norm(dim=-1))
+        cosines.append((u @ u.mT)[:, a, b])
+    return torch.cat(lengths), torch.cat(cosines)
+
+
+def map_of(run: Run, h: Tensor, index: Tensor) -> Tensor:
+    """UMAP of h, (N, 2): the one in the run directory if it is of the same images."""
+    path = run.path / "map-h-test.npz"
+    if path.exists():
+        with np.load(path) as file:
+            if np.array_equal(file["index"], index):
+                return torch.from_numpy(file["xy"])
+    xy = maps.umap(h)
+    maps.save(xy, path, index=index)
+    return xy
+
+
+@torch.inference_mode()
+def curvature_of_views(run: Run, data: Dataset, images: Images, index: Tensor) -> Tensor:
+    """Eq. (6) of the embeddings z of two augmented views of each image, (2, N), with the run's k.
+
+    Neighbours are sought among all N images, not in a batch, and without a kernel for every method, so that runs can be
+    compared. The views come from a fixed seed; the scores are kept in the run directory.
+    """
+    path = run.path / "views-test.npz"
+    if path.exists():
+        with np.load(path) as file:
+            if np.array_equal(file["index"], index):
+                return torch.from_numpy(file["curvature"])
+    device = best_device()
+    net = run.load_net().to(device)
+    config = run.config
+    augment = Augment(size=config.image_size, mean=data.mean, std=data.std, **vars(config.augment)).to(device)
+    generator = torch.Generator().manual_seed(0)
+    views: list[list[Tensor]] = [[], []]
+    for batch in images.split(512):
+        for view in views:
+            u = torch.rand(len(batch), augment.draws, generator=generator)
+            view.append(net.projector(net.encoder(augment(batch.to(device), u.to(device)))).float())
+    k = min(config.k, len(index) - 1)
+    scores = torch.stack([curvature(torch.cat(view), k=k) for view in views]).cpu()
+    write_atomic(path, lambda file: np.savez(file, index=index.numpy(), curvature=scores.numpy()))
+    return scores
+
+
+# ---- pictures for print
+
+
+def pictures(run: RunData, folder: Path) -> list[Path]:
+    """Map by class, map by curvature, the two views' curvature, training curves: PNG and PDF each, in `folder`."""
+    name = f"{method_of(run)} on {run.config.get('dataset')}"
+    made: list[Path] = []
+    if run.points is not None and run.pictured is not None:
+        xy, views = torch.from_numpy(run.points.xy).float(), torch.from_numpy(run.points.curvature).float()
+        if run.pictured.labels is not None:
+            labels, classes = torch.from_numpy(run.pictured.labels), run.pictured.classes
+            made += maps.draw(xy, labels=labels, classes=classes, title=name, out=folder / "map-by-class")
+        bent, what = views.mean(0), "curvature, mean of two views"
+        made += maps.draw(xy, values=bent, values_name=what, title=name, out=folder / "map-by-curvature")
+        made += maps.write_figure(_scatter(views, title=name), folder / "curvature-of-views")
+    if run.metrics:
+        made += maps.write_figure(_curves(run, title=name), folder / "curves")
+    return made
+
+
+def _scatter(views: Tensor, *, title: str) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2, 5.2), layout="constrained", facecolor="white")
+    axes = figure.add_subplot()
+    low, high = float(views.min()), float(views.max())
+    axes.plot([low, high], [low, high], color=maps.FAINT, linewidth=0.8, linestyle=(0, (4, 4)))
+    size = min(30.0, max(2.0, 24000 / views.shape[1]))
+    axes.scatter(
+        views[0].numpy(), views[1].numpy(), s=size, c=maps.COLOURS[0], alpha=0.5, linewidths=0, rasterized=True
+    )
+    rho = float(torch.corrcoef(views.double())[0, 1])
+    _frame(axes, title=f"{title}: ρ = {rho:.3f}", x="curvature, first view", y="curvature, second view")
+    axes.title.set(fontsize=12, fontweight="bold")
+    axes.set_aspect("equal")
+    return figure
+
+
+def _curves(run: RunData, *, title: str) -> Any:
+    """A small panel for every quantity in the metrics."""
+    from matplotlib.figure import Figure
+
+    table = columns(run.metrics)
+    names = [name for name in table if name not in ("epoch", "step", "seconds")]
+    across = 3
+    down = -(-len(names) // across)
+    figure = Figure(figsize=(3.1 * across, 2.1 * down), layout="constrained", facecolor="white")
+    figure.suptitle(title, color=maps.INK, fontsize=12, fontweight="bold")
+    for i, name in enumerate(names):
+        pairs = [(x, y) for x, y in zip(table["epoch"], table[name], strict=True) if y is not None]
+        axes = figure.add_subplot(down, across, i + 1)
+        few = "o" if len(pairs) < 4 else ""
+        axes.plot(*zip(*pairs, strict=True), color=maps.COLOURS[0], linewidth=1.6, marker=few, markersize=3)
+        axes.locator_params("x", integer=True)
+        _frame(axes, title=name.replace("_", " "), x="epoch", y="")
+    return figure
+
+
+def _frame(axes: Any, *, title: str, x: str, y: str) -> None:
+    axes.set_title(title, loc="left", color=maps.INK, fontsize=10)
+    axes.set_xlabel(x, color=maps.FAINT, fontsize=8)
+    axes.set_ylabel(y, color=maps.FAINT, fontsize=8)
+    axes.tick_params(colors=maps.FAINT, labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#d0d7de")

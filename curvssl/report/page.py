@@ -1,0 +1,288 @@
+"""RunData → one self-contained page. Its own parts lie beside this file: page.html, page.css, *.js."""
+
+import base64
+import hashlib
+import html
+import io
+import json
+import math
+import string
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from curvssl.config import UserError
+from curvssl.evaluate.runs import NAMES
+from curvssl.files import write_atomic
+
+HERE = Path(__file__).parent
+SCRIPTS = ("data", "charts", "map", "hands", "sections", "main", "page")
+NEIGHBORS = 6  # shown around an image, by distance in feature space
+MAPS = 4  # runs that all get a map; of more runs, each method's first seed does, or the page would outgrow a mail
+SHEET = 100  # thumbnails along a side of a sprite sheet: browsers decode 3,200 × 3,200 pixels without complaint
+
+
+@dataclass(frozen=True)
+class Points:
+    """What the page knows of each of N images in one run."""
+
+    xy: np.ndarray  # (N, 2) the map
+    curvature: np.ndarray  # (2, N) of the embeddings z of two augmented views
+    outlier: np.ndarray  # (N,) curvature of the features h of the image itself: high where it lies outside
+    neighbors: np.ndarray  # (N, 6) rows, nearest in h first
+    distances: np.ndarray  # (N, 6) to them
+    cosines: np.ndarray  # (N, 15) between the edges to them, pairs a < b in order
+    predicted: np.ndarray | None = None  # (N,) by the linear probe
+    confidence: np.ndarray | None = None  # (N,) in [0, 1]
+
+
+@dataclass(frozen=True)
+class Pictured:
+    """The images that the points stand for; runs with the same ones share their thumbnails, and link up on the page."""
+
+    name: str
+    images: np.ndarray  # uint8 (N, C, H, W)
+    classes: tuple[str, ...] = ()
+    labels: np.ndarray | None = None  # (N,)
+    index: np.ndarray | None = None  # (N,) place in the split, where the images are a part of it
+
+    def key(self) -> str:
+        parts = [self.images, self.labels, self.index]
+        digest = hashlib.sha256(json.dumps([self.name, *self.classes]).encode())
+        for part in parts:
+            digest.update(b"-" if part is None else np.ascontiguousarray(part).data)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class RunData:
+    name: str
+    config: dict[str, Any]
+    provenance: dict[str, Any]
+    metrics: list[dict[str, Any]]  # the rows of metrics.jsonl
+    probes: dict[str, Any]  # probes.json
+    points: Points | None = None
+    pictured: Pictured | None = None
+
+
+# ---- arrays as text
+
+
+def packed(
+    values: np.ndarray, *, low: float | None = None, high: float | None = None, bits: int = 16
+) -> dict[str, Any]:
+    """Numbers as integers of 8 or 16 bits between low and high: half a step in 65,535 is less than a pixel."""
+    values = np.asarray(values, dtype=np.float64)
+    if not np.isfinite(values).all():
+        raise UserError("the run's features hold NaN or infinity, so there is nothing to map: the encoder diverged")
+    low = float(values.min(initial=0)) if low is None else low
+    high = float(values.max(initial=low)) if high is None else high
+    top = 2**bits - 1
+    steps = np.rint((values - low) * (top / (high - low or 1))).clip(0, top)
+    return {"type": f"u{bits}", "low": low, "high": high, "data": _base64(steps.astype(f"<u{bits // 8}"))}
+
+
+def packed_integers(values: np.ndarray) -> dict[str, Any]:
+    """Non-negative integers in as few bytes as hold the largest."""
+    top = int(values.max(initial=0))
+    bits = 8 if top < 2**8 else 16 if top < 2**16 else 32
+    return {"type": f"u{bits}", "data": _base64(values.astype(f"<u{bits // 8}"))}
+
+
+def _base64(data: np.ndarray | bytes) -> str:
+    return base64.b64encode(data.tobytes() if isinstance(data, np.ndarray) else data).decode()
+
+
+def thumbnail_side(n: int, height: int, width: int) -> int:
+    """Small images keep their size; of many, larger ones come down to 32 pixels, or the page would outgrow a mail."""
+    return min(height, width, 64 if n <= 2500 else 32)
+
+
+def squares(images: np.ndarray, side: int) -> np.ndarray:
+    """uint8 (b, C, H, W) → (b, 1 or 3, side, side): the middle, which is what the evaluation transform looks at."""
+    from PIL import Image
+
+    height, width = images.shape[2:]
+    whole = min(height, width)
+    top, left = (height - whole) // 2, (width - whole) // 2
+    images = images[:, :, top : top + whole, left : left + whole]
+    if images.shape[1] not in (1, 3):
+        images = images.mean(1, keepdims=True).astype(np.uint8)
+    if whole == side:
+        return images
+    planes = images.reshape(-1, whole, whole)
+    shrunk = [np.asarray(Image.fromarray(plane).resize((side, side), Image.Resampling.BOX)) for plane in planes]
+    return np.stack(shrunk).reshape(*images.shape[:2], side, side)
+
+
+def thumbnails(images: np.ndarray) -> dict[str, Any]:
+    """Sprite sheets as data addresses: WebP, without loss up to 16 pixels a side."""
+    from PIL import Image
+
+    n, _, height, width = images.shape
+    side = thumbnail_side(n, height, width)
+    columns = min(SHEET, math.ceil(math.sqrt(n)))
+    sheets = []
+    for start in range(0, n, columns * SHEET):
+        part = squares(images[start : start + columns * SHEET], side)
+        rows = math.ceil(len(part) / columns)
+        part = np.concatenate([part, np.zeros((rows * columns - len(part), *part.shape[1:]), np.uint8)])
+        grid = part.reshape(rows, columns, -1, side, side).transpose(0, 3, 1, 4, 2)
+        grid = grid.reshape(rows * side, columns * side, -1)
+        file = io.BytesIO()
+        image = Image.fromarray(grid.squeeze(2) if grid.shape[2] == 1 else grid)
+        image.save(file, "WEBP", lossless=side <= 16, quality=40 if side <= 16 else 80, method=4)
+        sheets.append(f"data:image/webp;base64,{_base64(file.getvalue())}")
+    return {"side": side, "columns": columns, "perSheet": columns * SHEET, "sheets": sheets}
+
+
+# ---- the page
+
+
+def render(runs: Sequence[RunData], out: Path) -> Path:
+    """Write the page about these runs to `out`: no other file and no network is needed to read it."""
+    data = json.dumps(payload(runs), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    style = (HERE / "page.css").read_text()
+    script = "\n".join((HERE / f"{name}.js").read_text() for name in SCRIPTS)
+    # Only this very script may run, whatever a label or a file name says; and nothing may be fetched.
+    policy = (
+        f"default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; "
+        f"script-src '{_digest(script)}'; style-src '{_digest(style)}'"
+    )
+    page = string.Template((HERE / "page.html").read_text()).substitute(
+        policy=policy,
+        title=html.escape(title(runs)),
+        style=style,
+        # "<" opens tags and comments even inside a script element; in JSON it may be written as an escape.
+        data=data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
+        script=script,
+    )
+    write_atomic(out, lambda file: file.write(page.encode()))
+    return out
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{_base64(hashlib.sha256(text.encode()).digest())}"
+
+
+def title(runs: Sequence[RunData]) -> str:
+    names = [group["name"] for group in groups(runs)]
+    data = ", ".join(dict.fromkeys(str(run.config.get("dataset", "")) for run in runs))
+    shown = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return f"{shown if len(names) < 5 else f'{len(names)} settings'} on {data}"
+
+
+def called(runs: Sequence[RunData]) -> list[str]:
+    """The shortest names that tell the runs apart: by method, by method and seed, or by directory."""
+    methods = [method_of(run) for run in runs]
+    seeded = [f"{method}, seed {run.config.get('seed')}" for method, run in zip(methods, runs, strict=True)]
+    if len(set(methods)) == len(runs):
+        return methods
+    return seeded if len(set(seeded)) == len(runs) else [run.name for run in runs]
+
+
+def method_of(run: RunData) -> str:
+    method = str(run.config.get("method", run.name))
+    return NAMES.get(method, method)
+
+
+def payload(runs: Sequence[RunData]) -> dict[str, Any]:
+    """Everything the page's script reads; its shape is written down at the top of data.js."""
+    from curvssl import __version__
+
+    if not runs:
+        raise UserError("a report needs at least one run: give its directory")
+    grouped, names = groups(runs), called(runs)
+    mapped = range(len(runs)) if len(runs) <= MAPS else [group["runs"][0] for group in grouped]
+    splits: dict[str, dict[str, Any]] = {}
+    entries = []
+    for i, run in enumerate(runs):
+        entry: dict[str, Any] = {
+            "name": names[i],
+            "group": next(g for g, group in enumerate(grouped) if i in group["runs"]),
+            "config": run.config,
+            "provenance": {"run": run.name} | run.provenance,
+            "probes": run.probes,
+            "metrics": columns(run.metrics),
+            "split": 0,
+            "points": None,
+        }
+        if i in mapped and run.points is not None and run.pictured is not None:
+            key = run.pictured.key()
+            if key not in splits:
+                splits[key] = _split(run.pictured)
+            entry |= {"split": list(splits).index(key), "points": _points(run.points)}
+        entries.append(finite(entry))
+    return {
+        "title": title(runs),
+        "created": time.strftime("%Y-%m-%d"),
+        "version": __version__,
+        "groups": grouped,
+        "splits": list(splits.values()),
+        "runs": entries,
+    }
+
+
+def _split(pictured: Pictured) -> dict[str, Any]:
+    return {
+        "name": pictured.name,
+        "classes": list(pictured.classes),
+        "count": len(pictured.images),
+        "index": None if pictured.index is None else packed_integers(pictured.index),
+        "label": None if pictured.labels is None else packed_integers(pictured.labels),
+        **thumbnails(pictured.images),
+    }
+
+
+def _points(points: Points) -> dict[str, Any]:
+    low, extent = points.xy.min(0), float(np.ptp(points.xy, axis=0).max()) or 1.0  # one scale: the map keeps its shape
+    low_c, high_c = float(points.curvature.min()), float(points.curvature.max())
+    return {
+        "xy": packed((points.xy - low) / extent, low=0, high=1),
+        "curvature": [packed(view, low=low_c, high=high_c) for view in points.curvature],
+        "outlier": packed(points.outlier),
+        "neighbors": packed_integers(points.neighbors),
+        "distances": packed(points.distances),
+        "cosines": packed(points.cosines, low=-1, high=1, bits=8),
+        "predicted": None if points.predicted is None else packed_integers(points.predicted),
+        "confidence": None if points.confidence is None else packed(points.confidence, low=0, high=1, bits=8),
+    }
+
+
+def groups(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """Runs that differ in nothing but their seed, in order of appearance: [{name, runs}]."""
+    found: dict[str, list[int]] = {}
+    for i, run in enumerate(runs):
+        same = {name: value for name, value in run.config.items() if name not in ("seed", "device", "step")}
+        found.setdefault(json.dumps(same, sort_keys=True, default=str), []).append(i)
+    methods = [method_of(runs[members[0]]) for members in found.values()]
+    return [
+        # Two settings of one method need their runs' names to be told apart.
+        {"name": method if methods.count(method) == 1 else runs[members[0]].name, "runs": members}
+        for method, members in zip(methods, found.values(), strict=True)
+    ]
+
+
+def columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Rows of metrics as columns, and the wall time of each epoch from the clock that runs through them."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = {name: [row.get(name) for row in rows] for name in names}
+    clock = [float(value) for value in table.get("seconds", []) if value is not None]
+    if clock and len(clock) == len(rows):
+        table["epoch_seconds"] = [after - before for before, after in zip([0.0, *clock], clock, strict=False)]
+    return table
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN: a number that is none becomes null."""
+    if isinstance(value, dict):
+        return {str(name): finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,1 @@
+"""Pretraining: the loop, one step of it, and what is watched meanwhile."""

@@ -1,0 +1,173 @@
+"""What is looked at while training: spread and rank of the embeddings, ρ, a kNN on held-out images; what to say of it,
+and where it is shown."""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvssl import ranks
+from curvssl.collectives import gather
+from curvssl.config import UserError
+from curvssl.data.named import Dataset
+from curvssl.data.stream import Images
+from curvssl.evaluate.features import extract_over_ranks, readable
+from curvssl.evaluate.probes import knn
+from curvssl.losses import CurvSSLLoss, Loss, standardise
+from curvssl.models import Net
+
+MONITOR_IMAGES = 10_000  # the kNN monitor looks at no more than this many images
+DEAD_STD = 1e-3  # embeddings that vary less than this from image to image carry nothing
+DEAD_RANK = 0.02  # and neither do those whose effective rank is below this share of what is possible
+
+
+@torch.no_grad()
+def geometry_of(z0: Tensor, z1: Tensor, *, criterion: Loss, k: int) -> dict[str, float]:
+    """Of one global batch's embeddings: ρ of the two views' curvature scores, mean standard deviation, effective rank.
+
+    All ranks must call it, and all get the same.
+    """
+    z = torch.stack((z0.float(), z1.float()))
+    curved = criterion if isinstance(criterion, CurvSSLLoss) else CurvSSLLoss(k=k)
+    c = gather(standardise(curved.scores(z).mT, eps=1e-12))  # (b, 2)
+    everyone = gather(z[0])
+    return {
+        "rho": float(c.prod(1).mean()),
+        "z_std": float(everyone.std(0).mean()),
+        "effective_rank": effective_rank(everyone),
+    }
+
+
+def effective_rank(z: Tensor) -> float:
+    """exp of the entropy of the singular values' shares: d for equal ones, 1 when one direction holds everything."""
+    if not z.isfinite().all():
+        return math.nan
+    singular = torch.linalg.svdvals((z - z.mean(0)).double().cpu())
+    share = singular / singular.sum().clamp_min(1e-300)
+    return float(torch.special.entr(share).sum().exp())
+
+
+def knn_accuracy(
+    net: Net,
+    images: Images,
+    labels: Tensor,
+    *,
+    fit: Tensor,
+    held: Tensor,
+    size: int,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    classes: int,
+    device: torch.device,
+) -> float:
+    """Accuracy in percent of a kNN that knows the labels of images `fit` and is asked for those of `held`.
+
+    All ranks must call it: each makes its share of the features.
+    """
+    bank, asked = (
+        extract_over_ranks(net.encoder, images[rows], labels=labels[rows], size=size, mean=mean, std=std)
+        for rows in (fit[:MONITOR_IMAGES], held[:MONITOR_IMAGES])
+    )
+    assert bank.y is not None
+    assert asked.y is not None
+    return knn(bank.h, bank.y, asked.h, asked.y, classes=classes, device=device).accuracy[0]
+
+
+def monitor(
+    net: Any,
+    data: Dataset,
+    images: Tensor | None,
+    fit: Tensor,
+    held: Tensor,
+    *,
+    size: int,
+    device: torch.device,
+) -> dict[str, float]:
+    """A kNN on the held-out rows, where there are labels; `images` are the training images if they are in memory."""
+    if data.train.labels is None:
+        return {}
+    fit = fit[len(held) :] if fit[: len(held)].equal(held) else fit
+    if not isinstance(data.train.images, Tensor):  # an unreadable image's stand-in has another label
+        good = readable(data.train.images)
+        fit, held = (rows[torch.isin(rows, good)] for rows in (fit, held))
+    accuracy = knn_accuracy(
+        net,
+        data.train.images if images is None else images,
+        data.train.labels,
+        fit=fit,
+        held=held,
+        size=size,
+        mean=data.mean,
+        std=data.std,
+        classes=len(data.classes),
+        device=device,
+    )
+    return {"knn": accuracy}
+
+
+def alarm(row: dict[str, Any], *, d_z: int, batch_size: int, warned: set[str]) -> None:
+    """Stop on a loss that is no number; warn, once each, of embeddings that have collapsed."""
+    if not math.isfinite(row["loss"]):
+        broken = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+        raise UserError(
+            f"the loss is not a number in epoch {row['epoch']} ({', '.join(broken)}): the last good checkpoint "
+            "is kept; try a lower --lr, a longer --warmup-epochs or --precision fp32, in another --out"
+        )
+    signs = {
+        "collapse": (
+            row["z_std"] < DEAD_STD,
+            f"all images get nearly the same embedding (standard deviation {row['z_std']:.1e}): "
+            "try a lower --lr, a longer --warmup-epochs, or for vicreg a higher --variance",
+        ),
+        "dimensional collapse": (
+            row["effective_rank"] < max(1.5, DEAD_RANK * min(d_z, batch_size)),
+            f"the embeddings use {row['effective_rank']:.1f} of {d_z} dimensions: "
+            "try a longer --warmup-epochs, --lambda-emb nearer to 1/d_z (or a higher --covariance), or a larger "
+            "--batch-size",
+        ),
+    }
+    for name, (seen, advice) in signs.items():
+        if seen and name not in warned:
+            warned.add(name)
+            if ranks.is_main():
+                print(f"\n{name} in epoch {row['epoch']}: {advice}", file=sys.stderr)
+
+
+@contextmanager
+def progress_bar(last: int, done: int, *, hidden: bool, title: str) -> Iterator[Any]:
+    """A function that moves a bar on: steps done, the loss, and how many views there were since when."""
+    from tqdm import tqdm
+
+    form = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+    with tqdm(total=last, initial=done, desc=title, disable=hidden, bar_format=form, mininterval=0) as bar:
+
+        def show(done: int, loss: float, views: int, since: float) -> None:
+            bar.set_postfix_str(f"loss {loss:.4g}, {views / (time.monotonic() - since):,.0f} views/s", refresh=False)
+            bar.update(done - bar.n)
+
+        yield show
+
+
+@contextmanager
+def tensorboard(folder: Path, *, done: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A function that charts a row of metrics in TensorBoard, or does nothing where that is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        yield lambda row: None
+        return
+    # What an interrupted process charted after the checkpoint is done again: purge_step hides it.
+    with SummaryWriter(str(folder), purge_step=done + 1) as writer:
+
+        def chart(row: dict[str, Any]) -> None:
+            for name, value in row.items():
+                writer.add_scalar(name, value, row["step"])
+            writer.flush()
+
+        yield chart

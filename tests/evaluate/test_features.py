@@ -1,0 +1,133 @@
+"""Features of a frozen encoder: right, and without a trace on the encoder."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from curvssl.config import UserError
+from curvssl.data.views import prepare
+from curvssl.evaluate.features import Features, extract, load, raw_pixels, save
+
+VIEW = {"size": 8, "mean": (0.5,) * 3, "std": (0.25,) * 3}
+
+
+def images(n: int = 30) -> Tensor:
+    return torch.randint(0, 256, (n, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def encoder() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return nn.Sequential(*layers)
+
+
+def state(net: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def test_features_are_the_network_in_eval_mode_applied_to_the_prepared_images():
+    f, g = encoder(), nn.Linear(6, 4)
+    labels = torch.arange(30)
+    features = extract(f, images(), **VIEW, projector=g, labels=labels, batch_size=7)
+    with torch.no_grad():
+        h = f.eval()(prepare(images(), **VIEW))
+        torch.testing.assert_close(features.h, h)
+        torch.testing.assert_close(features.z, g(h))
+    assert features.h.dtype == torch.float32
+    assert features.y is labels
+    assert features.has_labels
+
+
+def test_the_batch_size_does_not_change_the_features():
+    f = encoder()
+    torch.testing.assert_close(
+        extract(f, images(), **VIEW, batch_size=1).h, extract(f, images(), **VIEW, batch_size=64).h
+    )
+
+
+def test_weights_buffers_and_modes_are_bit_identical_before_and_after():
+    f, g = encoder().train(), nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    f[1].eval()  # a BatchNorm frozen by its owner stays frozen
+    before = [state(f), state(g)]
+    modes = [module.training for net in (f, g) for module in net.modules()]
+    extract(f, images(), **VIEW, projector=g)
+    for net, old in zip((f, g), before, strict=True):
+        for name, value in net.state_dict().items():
+            assert torch.equal(value, old[name]), name
+            assert value.dtype == old[name].dtype
+    assert [module.training for net in (f, g) for module in net.modules()] == modes
+
+
+def test_modes_come_back_when_the_encoder_fails():
+    class Broken(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("broken")
+
+    f = Broken(2, 2).train()
+    with pytest.raises(RuntimeError, match="broken"):
+        extract(f, images(), **VIEW)
+    assert f.training
+
+
+def test_features_are_ordinary_tensors_that_autograd_accepts():
+    features = extract(encoder(), images(), **VIEW)
+    weight = torch.ones(6, requires_grad=True)
+    (features.h @ weight).sum().backward()
+    torch.testing.assert_close(weight.grad, features.h.sum(0))
+
+
+def test_bf16_features_are_float32_and_near():
+    fine, coarse = (extract(encoder(), images(), **VIEW, precision=p).h for p in ("fp32", "bf16"))
+    assert coarse.dtype == torch.float32
+    torch.testing.assert_close(coarse, fine, rtol=0.05, atol=0.02)
+    assert not torch.equal(coarse, fine)
+
+
+def test_an_encoder_without_pooling_and_an_empty_set_are_refused_in_one_line():
+    with pytest.raises(UserError, match="not one vector"):
+        extract(nn.Conv2d(3, 2, 3), images(), **VIEW)
+    with pytest.raises(UserError, match="no image"):
+        extract(encoder(), images(0), **VIEW)
+
+
+def test_raw_pixels_are_the_bytes_over_255():
+    x = torch.tensor([[[[0, 51], [102, 255]]]], dtype=torch.uint8)
+    torch.testing.assert_close(raw_pixels(x), torch.tensor([[0, 0.2, 0.4, 1.0]]))
+    assert raw_pixels(images()).shape == (30, 3 * 8 * 8)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["h, z and y", "h alone"])
+def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path, whole: bool):
+    h, z, y = torch.randn(5, 3), torch.randn(5, 2), torch.arange(5)
+    features = Features(h, z, y) if whole else Features(h)
+    save(features, tmp_path / "features-test.npz")
+    again = load(tmp_path / "features-test.npz")
+    assert torch.equal(again.h, h)
+    for ours, theirs in ((again.z, features.z), (again.y, features.y)):
+        assert (ours is None and theirs is None) or torch.equal(ours, theirs)
+    assert sorted(np.load(tmp_path / "features-test.npz").files) == (["h", "y", "z"] if whole else ["h"])
+    assert [p.name for p in tmp_path.iterdir()] == ["features-test.npz"]
+
+
+def test_a_missing_a_truncated_and_a_foreign_file_are_named_in_one_line(tmp_path: Path):
+    path = tmp_path / "features-test.npz"
+    with pytest.raises(UserError, match="does not exist"):
+        load(path)
+    save(Features(torch.randn(50, 30)), path)
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(UserError, match="not a whole file"):
+        load(path)
+    np.savez(path, other=np.zeros(3))
+    with pytest.raises(UserError, match="not a whole file"):
+        load(path)
+
+
+@pytest.mark.gpu
+def test_cuda_gives_the_features_of_the_cpu():
+    on_cpu = extract(encoder(), images(), **VIEW).h
+    on_cuda = extract(encoder(), images(), **VIEW, device="cuda").h
+    assert on_cuda.device.type == "cpu"
+    torch.testing.assert_close(on_cuda, on_cpu, rtol=1e-2, atol=1e-3)  # convolutions may use TF32

@@ -1,0 +1,173 @@
+"""The reproduction: studies, cells that are not run twice, tables from the JSON alone."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+from curvssl.cli import main
+from curvssl.config import PretrainConfig, demo, paper_cifar10, paper_mnist
+from curvssl.files import lock
+from curvssl.paper import reproduce, studies
+
+
+def tiny() -> studies.Study:
+    small = {"epochs": 1, "warmup_epochs": 0, "image_size": 8, "batch_size": 256, "monitor_every": 0, "holdout": 0.0}
+    preset = dataclasses.replace(demo(), **small)
+    return studies.cells(preset, methods=("barlow-twins", "curvssl"), seeds=(0,))
+
+
+def write_cell(results: Path, cell: str, config: PretrainConfig, accuracy: float) -> None:
+    probes = {name: {"mean": accuracy} for name in ("linear", "mlp", "knn")}
+    curves = [{"epoch": 1, "rho": 0.1, "effective_rank": 9.0}, {"epoch": 2, "rho": 0.25, "effective_rank": 12.0}]
+    found = {"config": config.to_dict(), "probes": probes, "seconds_with_probes": 60.0, "curves": curves}
+    path = results / f"{cell}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found))
+
+
+def test_the_faithful_study_is_the_papers_eight_cells_with_three_seeds_each():
+    study = studies.faithful()
+    assert len(study) == 4 * 2 * 3
+    assert {(c.dataset, c.method) for c in study.values()} == set(reproduce.PAPER)
+    presets = {"mnist": paper_mnist(), "cifar10": paper_cifar10()}
+    for config in study.values():
+        assert dataclasses.replace(presets[config.dataset], method=config.method, seed=config.seed) == config
+
+
+def test_the_literal_study_departs_from_the_faithful_one_by_what_the_paper_does_not_state_alone():
+    for ours, words in zip(studies.faithful().values(), studies.literal().values(), strict=True):
+        assert (words.warmup_epochs, words.schedule) == (0, "constant")
+        unstated = ("warmup_epochs", "schedule", "projector_width", "projector_norm", "gamma", "augment")
+        assert dataclasses.replace(words, **{name: getattr(ours, name) for name in unstated}) == ours
+
+
+def test_the_alpha_study_varies_the_weight_and_nothing_else():
+    weights = {}
+    for config in studies.alpha().values():
+        same = dataclasses.replace(config, method="curvssl", seed=0, alpha_curv=1.0)
+        assert same == dataclasses.replace(paper_cifar10(), epochs=100, warmup_epochs=50, method="curvssl")
+        weights.setdefault(config.method, set()).add(config.alpha_curv)
+    assert weights["curvssl"] == weights["kernel-curvssl"] == {1, 10, 100}
+
+
+def test_curves_have_a_colour_for_each_row_and_where_these_are_too_many_for_each_method():
+    for name, labels in (("alpha", 7), ("recipe", 3)):
+        cells = {cell: c.to_dict() for cell, c in studies.study_of(name).items() if c.dataset == "cifar10"}
+        drawn = reproduce.looks(cells)
+        assert (
+            len({look["label"] for look in drawn.values()}) == len({look["color"] for look in drawn.values()}) == labels
+        )
+    variants = [drawn[f"cifar10-vicreg-{kind}"] for kind in ("cosine", "cosine-wide")]
+    alone = reproduce.looks({"mnist-vicreg-seed2": {"dataset": "mnist", "method": "vicreg"}})
+    assert variants == [alone["mnist-vicreg-seed2"]] * 2
+
+
+def test_a_study_is_run_once_and_its_cells_say_where_they_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(studies.STUDIES, "tiny", tiny)
+    where = {"results": tmp_path / "results", "runs": tmp_path / "runs"}
+    assert reproduce.run_study("tiny", only="barlow", **where) == ["digits-barlow-twins-seed0"]
+    assert "1 of 2 cells" in reproduce.status("tiny", results=where["results"])
+    assert "missing: digits-curvssl-seed0" in reproduce.status("tiny", results=where["results"])
+    assert reproduce.run_study("tiny", only="barlow", **where) == []
+
+    found = json.loads((tmp_path / "results/tiny/digits-barlow-twins-seed0.json").read_text())
+    assert PretrainConfig.from_dict(found["config"]) == tiny()["digits-barlow-twins-seed0"]
+    assert set(found["probes"]) == {"linear", "mlp", "knn"}
+    assert {"commit", "versions", "device", "command", "data_sha256", "seconds"} <= set(found["provenance"])
+    assert found["curves"][-1]["epoch"] == 1
+
+
+def test_of_two_processes_each_takes_what_the_other_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(studies.STUDIES, "tiny", tiny)
+    where = {"results": tmp_path / "results", "runs": tmp_path / "runs"}
+    with lock(tmp_path / "runs/tiny/digits-barlow-twins-seed0/cell"):  # as another process would hold it
+        assert reproduce.run_study("tiny", **where) == ["digits-curvssl-seed0"]
+    assert reproduce.run_study("tiny", **where) == ["digits-barlow-twins-seed0"]
+
+
+def test_settings_are_chosen_on_training_images_that_were_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The test images are not there to be looked at."""
+    chosen = {"digits-vicreg-held": dataclasses.replace(next(iter(tiny().values())), holdout=0.2)}
+    monkeypatch.setitem(studies.STUDIES, "choice", lambda: chosen)
+    reproduce.run_study("choice", results=tmp_path / "results", runs=tmp_path / "runs")
+    found = json.loads((tmp_path / "results/choice/digits-vicreg-held.json").read_text())
+    assert found["judged_on"] == "held-out training images"
+    held = int(0.2 * 1437)
+    right = found["probes"]["knn"]["mean"] / 100 * held
+    assert right == pytest.approx(round(right), abs=1e-6)  # so many of the held-out images, not of another set
+    assert not (tmp_path / "runs/choice/digits-vicreg-held/features-test.npz").exists()
+
+
+def test_the_table_has_the_papers_number_the_spread_over_seeds_and_the_paired_difference(tmp_path: Path):
+    accuracies = {"barlow-twins": (70.0, 72.0, 71.0), "curvssl": (71.0, 72.5, 72.0)}
+    for name, config in studies.faithful().items():
+        if config.dataset == "cifar10" and config.method in accuracies:
+            write_cell(tmp_path / "faithful", name, config, accuracies[config.method][config.seed])
+    header, rows = reproduce.study_rows("faithful", results=tmp_path)
+    ours = dict(zip(header, rows[1], strict=True))
+    assert ours[""] == "cifar10, CurvSSL"
+    assert ours["paper"] == "75.1"
+    assert ours["mlp (the paper's)"] == "71.8 ± 0.8"
+    low, high = stats.t.interval(0.95, 2, loc=2.5 / 3, scale=stats.sem((1.0, 0.5, 1.0)))
+    assert ours["over Barlow Twins"] == f"+0.8 ({low:+.1f} … {high:+.1f})"
+
+
+@pytest.mark.parametrize("freedom", reproduce.STUDENT)
+def test_students_t_is_scipys(freedom: int):
+    assert reproduce.STUDENT[freedom] == pytest.approx(stats.t.ppf(0.975, freedom), abs=5e-4)
+
+
+def test_the_command_prints_status_and_table_without_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    main(["reproduce", "--status", "--results", str(tmp_path)])
+    assert "faithful: 0 of 24 cells" in capsys.readouterr().out
+    main(["reproduce", "--table", "--study", "alpha", "--results", str(tmp_path)])
+    assert "no results yet" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        main(["reproduce", "--study", "fatihful", "--status"])
+    assert stopped.value.code == 2
+    assert "did you mean 'faithful'" in capsys.readouterr().err
+
+
+def test_the_recipe_study_departs_by_what_the_paper_leaves_open_and_never_sees_the_test_images():
+    stated = ("batch_size", "k", "d_z", "optimizer", "lr", "weight_decay", "stem", "encoder")
+    stated += ("lambda_emb", "lambda_curv", "alpha_curv", "projector_depth")
+    for config in studies.recipe().values():
+        assert config.holdout > 0
+        paper = {"cifar10": paper_cifar10(), "mnist": paper_mnist()}[config.dataset]
+        assert [getattr(config, name) for name in stated] == [getattr(paper, name) for name in stated]
+
+
+def test_the_precision_study_is_one_recipe_in_two_arithmetics():
+    study = studies.precision()
+    same = {dataclasses.replace(c, precision="auto", step="auto", seed=0) for c in study.values()}
+    assert same == {dataclasses.replace(studies.bare(paper_mnist()), epochs=20, warmup_epochs=4)}
+    assert sorted((c.precision, c.step, c.seed) for c in study.values()) == [
+        (precision, step, seed) for precision, step in (("bf16", "captured"), ("fp32", "eager")) for seed in range(3)
+    ]
+
+
+def test_maps_and_figures_are_made_once_from_what_lies_in_runs_and_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(studies.STUDIES, "faithful", tiny)
+    where = {"results": tmp_path / "results", "runs": tmp_path / "runs"}
+    assert "missing: digits-barlow-twins-seed0" in reproduce.status("faithful", results=where["results"])
+    reproduce.run_study("faithful", only="curvssl", **where)
+    assert "map of digits-barlow-twins-seed0" in reproduce.status("faithful", results=where["results"])
+    record = json.loads((tmp_path / "results/faithful/maps/digits-curvssl-seed0.json").read_text())
+    assert len(record["x"]) == len(record["labels"]) == 360
+    assert record["quality"].keys() == {"trustworthiness", "silhouette"}
+    assert record["provenance"]["commit"]
+
+    first = reproduce.draw_figures("faithful", results=where["results"])
+    assert [file.name for file in first] == ["curves-faithful-digits.png", "umap-faithful-digits.png"]
+    bytes_drawn = [file.read_bytes() for file in first]
+    for folder in ("runs", "results/figures"):  # neither is needed to draw them again
+        shutil.rmtree(tmp_path / folder)
+    again = reproduce.draw_figures("faithful", results=where["results"])
+    assert [file.read_bytes() for file in again] == bytes_drawn
+    assert all(file.with_suffix(".pdf").exists() for file in again)

@@ -1,0 +1,153 @@
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from pipeline import TINY
+
+import curvssl
+from curvssl.config import UserError
+from curvssl.files import lock, write_atomic, write_bytes, write_json
+from curvssl.rundir import Run, commit, provenance
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_part(tmp_path: Path):
+    file = tmp_path / "file"
+    write_bytes(file, b"old")
+
+    def fail(part: object) -> None:
+        part.write(b"half")  # type: ignore[attr-defined]
+        raise RuntimeError("the disk is on fire")
+
+    with pytest.raises(RuntimeError, match="on fire"):
+        write_atomic(file, fail)
+    assert file.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_run_remembers_its_configuration(tmp_path: Path):
+    made = Run.create(tmp_path / "run", TINY)
+    assert Run.read(tmp_path / "run") == made
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["augment"]["crop_scale"] == [0.6, 1.0]
+
+
+def test_a_run_with_other_settings_is_refused_by_naming_them(tmp_path: Path):
+    Run.create(tmp_path, TINY).append_metrics({"epoch": 1, "step": 10})
+    with pytest.raises(UserError) as error:
+        Run.create(
+            tmp_path,
+            dataclasses.replace(TINY, lr=0.5, augment=dataclasses.replace(TINY.augment, rotation=20)),
+        )
+    assert "lr 0.002 → 0.5; augment.rotation 10 → 20" in str(error.value)
+    assert "use another --out" in str(error.value)
+    assert Run.read(tmp_path).config == TINY
+
+
+def test_what_does_not_decide_the_weights_may_change(tmp_path: Path):
+    Run.create(tmp_path, TINY).append_metrics({"epoch": 1, "step": 10})
+    changed = dataclasses.replace(TINY, checkpoint_seconds=1.0, device="cpu", step="eager")
+    assert Run.create(tmp_path, changed).config == changed
+
+
+def test_a_run_that_learned_nothing_yet_gives_way_to_other_settings(tmp_path: Path):
+    Run.create(tmp_path, dataclasses.replace(TINY, dataset="digit"))
+    Run.create(tmp_path, TINY)
+    assert Run.read(tmp_path).config == TINY
+
+
+def test_what_is_not_a_run_says_so(tmp_path: Path):
+    with pytest.raises(UserError, match=r"is not a run directory: it has no config\.json"):
+        Run.read(tmp_path)
+    Run.create(tmp_path, TINY)
+    with pytest.raises(UserError, match=r"has no encoder\.safetensors yet: run its pretraining to the end"):
+        curvssl.load_encoder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", '{"epochs": 3', '{"epochs": "three"}', '{"augment": {"flop": 1}}', '{"epoch": 3}']
+)
+def test_a_broken_configuration_is_one_line(tmp_path: Path, text: str):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError) as error:
+        Run.read(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_half_written_line_ends_the_metrics(tmp_path: Path):
+    run = Run.create(tmp_path, TINY)
+    for step in (10, 20, 30):
+        run.append_metrics({"step": step, "loss": step / 3})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 40, "lo')
+    assert [row["step"] for row in run.metrics()] == [10, 20, 30]
+    run.rewind_metrics(20)
+    run.append_metrics({"step": 30})
+    assert run.metrics() == [{"step": 10, "loss": 10 / 3}, {"step": 20, "loss": 20 / 3}, {"step": 30}]
+
+
+def test_the_last_two_checkpoints_are_kept_and_a_truncated_one_falls_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run = Run.create(tmp_path, TINY)
+    for step in (8, 9, 10, 11):
+        run.save_checkpoint({"step": step, "net": torch.full((1000,), float(step))})
+    assert [file.name for file in run.checkpoints()] == ["checkpoint-10.pt", "checkpoint-11.pt"]
+    newest = run.checkpoints()[-1]
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    (tmp_path / ".checkpoint-12.pt.1.part").write_bytes(b"killed while writing")
+    state = run.load_checkpoint()
+    assert state is not None
+    assert state["step"] == 10
+    assert torch.equal(state["net"], torch.full((1000,), 10.0))
+    assert "checkpoint-11.pt cannot be read" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.glob("*checkpoint*")] == ["checkpoint-10.pt"]
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_on_from(tmp_path: Path):
+    run = Run.create(tmp_path, TINY)
+    assert run.load_checkpoint() is None
+    (tmp_path / "checkpoint-3.pt").write_bytes(b"")
+    assert run.load_checkpoint() is None
+
+
+def test_a_checkpoint_runs_no_code_when_it_is_read(tmp_path: Path):
+    run = Run.create(tmp_path, TINY)
+    torch.save({"step": 3, "evil": Trap(tmp_path / "sprung")}, tmp_path / "checkpoint-3.pt")
+    assert run.load_checkpoint() is None
+    assert not (tmp_path / "sprung").exists()
+
+
+class Trap:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Path.touch, (self.file,))
+
+
+def test_one_process_at_a_time_holds_a_run(tmp_path: Path):
+    with lock(tmp_path), pytest.raises(UserError, match="another process trains in"), lock(tmp_path):
+        pass
+    with lock(tmp_path):
+        pass
+
+
+def test_saved_networks_come_back_to_the_last_bit(tmp_path: Path):
+    run = Run.create(tmp_path, TINY)
+    net = run.make_net(channels=3)
+    net(torch.randn(16, 3, 8, 8))  # moves the BatchNorms' buffers
+    run.save_net(net, channels=3)
+    back = run.load_net().state_dict()
+    assert back.keys() == net.state_dict().keys()
+    assert all(torch.equal(back[name], value) for name, value in net.state_dict().items())
+
+
+def test_provenance_names_the_versions_the_commit_and_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("CURVSSL_COMMIT", "0123456789ab")
+    facts = provenance(device="cpu")
+    assert facts["commit"] == commit() == "0123456789ab"
+    assert facts["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert {"command", "device", "platform", "cores", "created"} <= facts.keys()
+    write_json(tmp_path / "facts.json", facts)
+    assert json.loads((tmp_path / "facts.json").read_text()) == facts

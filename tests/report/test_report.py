@@ -1,0 +1,811 @@
+"""The page in a real browser, from the file system. Fails, rather than skips, where there is no Chromium."""
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from report_page import Opened, cifar10_test, pictured, points, run
+
+from curvssl.config import UserError
+from curvssl.report.page import Pictured, RunData, groups, packed, payload, render
+
+NASTY = "<script>window.hacked = 1</script>"
+WORSE = "</script><img src=x onerror='window.hacked = 2'>"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    known = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    path = os.environ.get("CURVSSL_CHROMIUM") or next(filter(None, map(shutil.which, known)), None)
+    if not path or not Path(path).exists():
+        pytest.fail("the report is tested in Chromium, and there is none: install chromium or set CURVSSL_CHROMIUM")
+    quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
+    with sync_playwright() as player:
+        chromium = player.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu", *quiet])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def grid() -> RunData:
+    """Sixty digits on a lattice, so that every point stands alone."""
+    of = pictured(60)
+    xy = np.stack(np.meshgrid(np.arange(10), np.arange(6)), -1).reshape(-1, 2).astype(np.float64)
+    made = run("curvssl", of)
+    assert made.points is not None
+    return dataclasses.replace(made, points=dataclasses.replace(made.points, xy=xy))
+
+
+@pytest.fixture(scope="module")
+def other(grid: RunData) -> RunData:
+    """The same images by another method, on the lattice in another order."""
+    made = run("barlow-twins", grid.pictured, where=1)
+    assert made.points is not None
+    assert grid.points is not None
+    order = np.random.default_rng(0).permutation(60)
+    return dataclasses.replace(made, points=dataclasses.replace(made.points, xy=grid.points.xy[order]))
+
+
+@pytest.fixture(scope="module")
+def page(browser: Any, grid: RunData, other: RunData, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    """Two runs side by side; tests leave it as they found it."""
+    opened = Opened(browser, render([grid, other], tmp_path_factory.mktemp("page") / "report.html"))
+    yield opened
+    opened.context.close()
+
+
+@pytest.fixture(autouse=True)
+def as_found(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "page" in request.fixturenames:
+        opened = request.getfixturevalue("page")
+        opened.page.mouse.move(2, 2)
+        opened.page.keyboard.press("Escape")
+        opened.page.click("#tool-pan")
+        opened.page.select_option("#colour", "class")
+        opened.page.click("#reset")
+        opened.frame()
+        assert opened.complaints == []
+
+
+def single(browser: Any, runs: list[RunData], folder: Path, **context: Any) -> Opened:
+    return Opened(browser, render(runs, folder / "report.html"), **context)
+
+
+def around(opened: Opened, corners: list[tuple[float, float]]) -> None:
+    """Draw a lasso through the corners."""
+    opened.page.click("#tool-lasso")
+    opened.screen(0)
+    opened.page.mouse.move(*corners[0])
+    opened.page.mouse.down()
+    for corner in corners[1:]:
+        opened.page.mouse.move(*corner, steps=3)
+    opened.page.mouse.up()
+    opened.frame()
+
+
+# ---- the page as a whole
+
+
+def test_page_opens_from_the_file_system_and_asks_for_nothing_else(browser: Any, grid: RunData, tmp_path: Path) -> None:
+    opened = single(browser, [grid], tmp_path)
+    assert opened.complaints == []
+    asked = [address for address in opened.requests if not address.startswith("data:")]
+    assert asked == [(tmp_path / "report.html").as_uri()]
+    assert opened.page.title() == "CurvSSL on digits"
+    opened.context.close()
+
+
+def test_no_other_script_runs_and_nothing_can_be_fetched(browser: Any, grid: RunData, tmp_path: Path) -> None:
+    opened = single(browser, [grid], tmp_path)
+    opened.page.evaluate(
+        """() => { const made = document.createElement("script"); made.textContent = "window.hacked = 3";
+           document.body.append(made); }"""
+    )
+    assert opened.page.evaluate("window.hacked") is None
+    assert opened.page.evaluate("fetch('http://127.0.0.1:9/').then(() => 'sent', () => 'refused')") == "refused"
+    assert not any(address.startswith("http") for address in opened.requests)
+    opened.context.close()
+
+
+def test_names_and_labels_are_text_whatever_they_hold(browser: Any, tmp_path: Path) -> None:
+    of = pictured(40, name=WORSE, classes=(NASTY, WORSE, *"23456789"))
+    made = run("curvssl", of)
+    config = made.config | {"method": NASTY, "dataset": WORSE}
+    probes = made.probes | {NASTY: made.probes["linear"]}
+    made = dataclasses.replace(made, name=WORSE, config=config, provenance={"command": NASTY}, probes=probes)
+    opened = single(browser, [made], tmp_path)
+    opened.point_at(1)
+    assert opened.page.evaluate("window.hacked") is None
+    assert opened.page.inner_text("#legend [data-class='0']") == NASTY
+    assert opened.page.inner_text("#legend [data-class='1']") == WORSE
+    assert opened.page.inner_text("#origins code") == NASTY
+    assert NASTY in opened.page.inner_text("#title")
+    assert opened.page.evaluate("document.querySelectorAll('img').length") == 0
+    assert opened.complaints == []
+    opened.context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_light_and_dark_follow_the_system_and_the_button_turns_them(
+    browser: Any, grid: RunData, tmp_path: Path, scheme: str
+) -> None:
+    surfaces = {"light": (255, 255, 255, 255), "dark": (23, 26, 32, 255)}
+    opened = single(browser, [grid], tmp_path, color_scheme=scheme)
+    corner = "pixelOf(maps[0].points, 0, 0)"
+    assert tuple(opened.page.evaluate(corner)) == surfaces[scheme]
+    opened.page.click("#theme")
+    opened.frame()
+    assert tuple(opened.page.evaluate(corner)) == surfaces["dark" if scheme == "light" else "light"]
+    opened.context.close()
+
+
+def test_print_is_light_and_without_controls(browser: Any, grid: RunData, tmp_path: Path) -> None:
+    opened = single(browser, [grid], tmp_path, color_scheme="dark")
+    opened.page.emulate_media(media="print", color_scheme="dark")
+    opened.frame()
+    assert opened.page.evaluate("pixelOf(maps[0].points, 0, 0)") == [255, 255, 255, 255]
+    assert opened.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    for part in (".toolbar", ".bar", ".hint"):
+        assert not opened.page.is_visible(part)
+    assert opened.page.is_visible("#maps canvas")
+    assert len(opened.page.pdf()) > 20_000
+    opened.context.close()
+
+
+@pytest.mark.parametrize("width", [390, 768, 1440])
+def test_page_is_never_wider_than_the_window(
+    browser: Any, grid: RunData, other: RunData, tmp_path: Path, width: int
+) -> None:
+    opened = single(browser, [grid, other], tmp_path, viewport={"width": width, "height": 800})
+    opened.point_at(7)
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+    opened.context.close()
+
+
+def test_two_runs_of_ten_thousand_images_stay_under_eight_megabytes(browser: Any, tmp_path: Path) -> None:
+    of = cifar10_test(10_000) or pictured(10_000)
+    made = points(dataclasses.replace(of, images=of.images[:, :1, ::8, ::8]), seed=0)
+    runs = [dataclasses.replace(run(m, None), points=made, pictured=of) for m in ("curvssl", "barlow-twins")]
+    assert render(runs, tmp_path / "report.html").stat().st_size < 8e6
+    if of.images.shape[1] == 3:  # thumbnails with loss: still nearer to their own image than to any other
+        opened = Opened(browser, tmp_path / "report.html")
+        for index in (0, 4321, 9999):
+            opened.page.fill("#search-index", str(index))
+            opened.page.press("#search-index", "Enter")
+            opened.frame()
+            shown = opened.thumbnail("#inspector .chosen canvas").transpose(2, 0, 1).astype(np.float32)
+            assert np.square(of.images - shown).mean((1, 2, 3)).argmin() == index
+        opened.context.close()
+
+
+# ---- the map
+
+
+@pytest.mark.parametrize("row", [0, 9, 31, 59])
+def test_point_under_the_cursor_shows_its_own_image(page: Opened, grid: RunData, row: int) -> None:
+    assert grid.pictured is not None
+    assert grid.pictured.labels is not None
+    page.point_at(row)
+    for shown in ("#inspector .chosen canvas", "#tip canvas"):
+        np.testing.assert_array_equal(page.thumbnail(shown)[..., 0], grid.pictured.images[row, 0])
+    assert page.page.inner_text("#inspector h3") == grid.pictured.classes[grid.pictured.labels[row]]
+    assert f"image {row}" in page.page.inner_text("#inspector .note")
+
+
+def test_hovering_shows_the_curvature_of_both_views(page: Opened, grid: RunData) -> None:
+    assert grid.points is not None
+    page.point_at(17)
+    facts = page.page.inner_text("#inspector .facts").replace("−", "-")
+    for view in grid.points.curvature:
+        assert f"{view[17]:.{1 if abs(view[17]) >= 10 else 2}f}" in facts
+
+
+def test_neighbours_are_lit_and_shown(page: Opened, grid: RunData, other: RunData) -> None:
+    assert grid.points is not None
+    assert other.points is not None
+    page.point_at(22)
+    galleries = page.rows_of("#inspector .gallery canvas")
+    assert galleries == [*grid.points.neighbors[22], *other.points.neighbors[22]]
+    lit = {row for row in range(60) if page.colour(row, canvas="over", dx=6)[3] > 128}
+    assert set(grid.points.neighbors[22]) <= lit
+
+
+def test_the_same_image_lights_up_in_both_maps(page: Opened, other: RunData) -> None:
+    assert page.colour(40, view="maps[1]", canvas="over", dx=10)[3] == 0
+    page.point_at(40, view="maps[0]")
+    assert page.colour(40, view="maps[1]", canvas="over", dx=10)[3] > 128
+    assert page.colour(40, view="scatters[1]", canvas="over", dx=10)[3] > 128
+
+
+def test_colouring_by_class_prediction_and_values(page: Opened, grid: RunData) -> None:
+    from matplotlib import colormaps
+
+    from curvssl.evaluate.maps import COLOURS
+
+    assert grid.points is not None
+    assert grid.pictured is not None
+    assert grid.pictured.labels is not None
+    assert grid.points.predicted is not None
+    rgb = [tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5)) for colour in COLOURS]
+    wrong = int(np.flatnonzero(grid.points.predicted != grid.pictured.labels)[0])
+    assert page.colour(wrong)[:3] == rgb[grid.pictured.labels[wrong]]
+    page.page.select_option("#colour", "predicted")
+    page.frame()
+    assert page.colour(wrong)[:3] == rgb[grid.points.predicted[wrong]]
+
+    a, b = grid.points.curvature
+    standard = [(view - view.mean()) / view.std() for view in (a, b)]
+    expected = {"curvature0": a, "curvature1": b, "outlier": grid.points.outlier}
+    expected["agreement"] = 1 - (standard[0] - standard[1]) ** 2 / 2
+    for name, values in expected.items():
+        page.page.select_option("#colour", name)
+        page.frame()
+        low, high = page.page.evaluate("quantiles(state.shown.map(COLOURINGS[state.colouring].values), 0.01, 0.99)")
+        for row in (3, 25, 48):
+            share = np.clip((values[row] - low) / (high - low), 0, 1)
+            oracle = np.array(colormaps["viridis"](float(share))[:3]) * 255
+            assert np.abs(np.array(page.colour(row)[:3]) - oracle).max() < 20, (name, row)  # 9 stops stand for its 256
+
+
+def test_legend_hides_a_class_and_shows_it_again(page: Opened, grid: RunData) -> None:
+    assert grid.pictured is not None
+    assert grid.pictured.labels is not None
+    row = int(np.flatnonzero(grid.pictured.labels == 3)[0])
+    before = page.colour(row)
+    page.page.click("#legend [data-class='3']")
+    page.frame()
+    assert page.colour(row) == (255, 255, 255, 255)
+    page.point_at(row)
+    assert page.page.evaluate("choices[0].hover") == -1
+    assert page.page.get_attribute("#legend [data-class='3']", "aria-pressed") == "false"
+    page.page.click("#legend [data-class='3']")
+    page.frame()
+    assert page.colour(row) == before
+
+
+def test_lasso_lists_and_exports_what_is_inside(page: Opened, grid: RunData, tmp_path: Path) -> None:
+    from matplotlib.path import Path as Outline
+
+    where = np.array([page.screen(row) for row in range(60)])
+    low, high = where.min(0), where.max(0)
+    share = [(0.1, 0.1), (0.75, 0.25), (0.55, 0.6), (0.9, 0.95), (0.2, 0.7)]  # a shape with a notch
+    corners = [tuple(low + (high - low) * np.array(s)) for s in share]
+    around(page, corners)
+    inside = np.flatnonzero(Outline(corners).contains_points(where))
+    assert 5 < len(inside) < 50
+    assert page.page.input_value("#indices") == ", ".join(map(str, inside))
+    with page.page.expect_download() as waiting:
+        page.page.click("#export")
+    waiting.value.save_as(tmp_path / "selection.csv")
+    lines = (tmp_path / "selection.csv").read_text().splitlines()
+    assert lines[0] == "index,label"
+    assert [int(line.split(",")[0]) for line in lines[1:]] == list(inside)
+    outside = next(row for row in range(60) if row not in inside)
+    for view in ("maps[0]", "maps[1]"):  # linked: bright in both, the rest is dimmed in both
+        brightness = {row: min(page.colour(row, view=view)[:3]) for row in (int(inside[0]), outside)}
+        assert brightness[outside] > 180 > brightness[int(inside[0])]
+
+
+def test_shift_adds_to_the_selection(page: Opened) -> None:
+    x, y = page.screen(0)
+    box = [(x - 9, y - 9), (x + 9, y - 9), (x + 9, y + 9), (x - 9, y + 9)]
+    around(page, box)
+    assert page.page.input_value("#indices") == "0"
+    x, y = page.screen(9)
+    page.page.keyboard.down("Shift")
+    around(page, [(x - 9, y - 9), (x + 9, y - 9), (x + 9, y + 9), (x - 9, y + 9)])
+    page.page.keyboard.up("Shift")
+    assert page.page.input_value("#indices") == "0, 9"
+
+
+def test_search_finds_an_image_by_its_index_in_the_split(browser: Any, grid: RunData, tmp_path: Path) -> None:
+    assert grid.pictured is not None
+    part = dataclasses.replace(grid.pictured, index=np.arange(60) * 1000 + 7)
+    opened = single(browser, [dataclasses.replace(grid, pictured=part)], tmp_path)
+    opened.page.fill("#search-index", "42007")
+    opened.page.click("#search button")
+    opened.frame()
+    np.testing.assert_array_equal(opened.thumbnail("#inspector .chosen canvas")[..., 0], part.images[42, 0])
+    assert "image 42007 · kept" in opened.page.inner_text("#inspector")
+    for text in ("42", "-1", "many"):
+        opened.page.fill("#search-index", text)
+        opened.page.click("#search button")
+        assert opened.page.inner_text("#search-answer") == f"no image {text}"
+    opened.context.close()
+
+
+def test_wheel_zooms_only_a_map_that_has_been_clicked(page: Opened) -> None:
+    before = page.page.evaluate("maps[0].scale")
+    page.point_at(30)
+    page.page.mouse.wheel(0, -60)
+    page.frame()
+    assert page.page.evaluate("maps[0].scale") == before
+    at = page.screen(30)
+    page.page.mouse.click(*at)
+    page.page.mouse.wheel(0, -300)
+    page.frame()
+    assert page.page.evaluate("maps[0].scale") > 1.3 * before
+    np.testing.assert_allclose(page.screen(30), at, atol=1.5)  # the point under the cursor stays there
+
+
+def test_dragging_moves_the_map(page: Opened) -> None:
+    x, y = page.screen(33)
+    page.page.mouse.move(x + 14, y + 20)
+    page.page.mouse.down()
+    page.page.mouse.move(x + 44, y + 60, steps=4)
+    page.page.mouse.up()
+    page.frame()
+    np.testing.assert_allclose(page.screen(33), (x + 30, y + 40), atol=0.5)
+
+
+def test_zoomed_in_far_enough_the_dots_become_the_images(page: Opened, grid: RunData) -> None:
+    assert grid.pictured is not None
+    page.page.mouse.click(*page.screen(35))
+    for _ in range(3):
+        page.page.keyboard.press("+")
+    page.page.mouse.move(2, 2)
+    page.page.keyboard.press("Escape")
+    page.frame()
+    half = 30 / 16  # an image of 8 × 8 is drawn over 30 × 30 pixels
+    shown = [page.colour(35, dx=half * (2 * i - 7))[0] for i in range(8)]
+    rows = grid.pictured.images[35, 0].astype(int)
+    assert min(np.abs(rows[i] - shown).max() for i in (3, 4)) == 0  # the middle falls on one of two rows
+
+
+def test_sixty_thousand_points_answer_to_cursor_zoom_and_lasso(browser: Any, tmp_path: Path) -> None:
+    of = pictured(60_000)
+    opened = single(browser, [run("curvssl", of)], tmp_path)
+    assert opened.page.evaluate("maps[0].run.split.count") == 60_000
+    opened.page.evaluate(
+        """() => { window.drawn = 0; const draw = Cloud.prototype.draw;
+           Cloud.prototype.draw = function () { window.drawn += this === maps[0]; draw.call(this); }; }"""
+    )
+    x, y = opened.screen(0)
+    for i in range(20):
+        opened.page.mouse.move(x + i, y)
+    opened.frame()
+    assert opened.page.evaluate("window.drawn") == 0  # hovering redraws what lies above the points, never the points
+    shown = opened.rows_of("#inspector .chosen canvas")
+    assert len(shown) == 1
+    np.testing.assert_array_equal(opened.thumbnail("#inspector .chosen canvas")[..., 0], of.images[shown[0], 0])
+    opened.page.evaluate("for (let i = 0; i < 50; i++) maps[0].zoom(1.001, 100, 100)")
+    opened.frame()
+    assert opened.page.evaluate("window.drawn") == 1  # fifty requests within a frame are one redraw
+    box = opened.page.locator("#maps .over").bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    around(opened, [(x - 100, y - 100), (x + 100, y - 100), (x + 100, y + 100), (x - 100, y + 100)])
+    chosen = opened.page.input_value("#indices").split(", ")
+    assert len(chosen) > 100
+    assert len(opened.rows_of("#selection canvas")) == 48  # the list holds all, the gallery the first
+    assert opened.complaints == []
+    opened.context.close()
+
+
+def test_keyboard_walks_keeps_zooms_and_lets_go(page: Opened, grid: RunData) -> None:
+    page.page.focus("#maps .over")
+    page.page.mouse.move(2, 2)
+    page.page.keyboard.press("ArrowRight")  # from nothing to the image nearest to the middle
+    page.frame()
+    start = page.page.evaluate("choices[0].hover")
+    row, column = divmod(start, 10)
+    assert (row in (2, 3), column in (4, 5)) == (True, True)
+    for key, by in (("ArrowRight", 1), ("ArrowLeft", -1), ("ArrowUp", 10), ("ArrowDown", -10)):
+        before = page.page.evaluate("choices[0].hover")
+        page.page.keyboard.press(key)
+        assert page.page.evaluate("choices[0].hover") == before + by
+    page.page.keyboard.press("Enter")
+    page.frame()
+    assert "kept" in page.page.inner_text("#inspector")
+    assert f"Image {start}" in page.page.inner_text("#announce")
+    scale = page.page.evaluate("maps[0].scale")
+    page.page.keyboard.press("+")
+    assert page.page.evaluate("maps[0].scale") > scale
+    page.page.keyboard.press("0")
+    assert page.page.evaluate("maps[0].scale") == scale
+    page.page.keyboard.press("Escape")
+    page.frame()
+    assert page.page.evaluate("choices[0].pinned") == -1
+
+
+def test_every_control_is_reached_with_the_tab_key(page: Opened) -> None:
+    page.page.focus(".skip")
+    reached = []
+    for _ in range(60):
+        page.page.keyboard.press("Tab")
+        reached.append(page.page.evaluate("document.activeElement.id || document.activeElement.className"))
+    wanted = ["theme", "colour", "tool-pan", "tool-lasso", "search-index", "reset", "over"]
+    assert [name for name in reached if name in wanted][: len(wanted)] == wanted
+    nameless = page.page.evaluate(
+        """[...document.querySelectorAll("button, select, input, textarea, [tabindex]")]
+           .filter((one) => !one.getAttribute("aria-label") && !one.textContent.trim())
+           .filter((one) => !one.closest("label") && !one.querySelector("[aria-label]"))
+           .map((one) => one.outerHTML)"""
+    )
+    assert nameless == []
+
+
+# ---- the numbers
+
+
+def test_confusion_matrix_and_class_accuracy_agree_with_scikit_learn(page: Opened, grid: RunData) -> None:
+    from sklearn.metrics import confusion_matrix
+
+    assert grid.points is not None
+    assert grid.pictured is not None
+    expected = confusion_matrix(grid.pictured.labels, grid.points.predicted, labels=range(10))
+    cells = page.page.locator("#confusions .card").first.locator("td").all_inner_texts()
+    np.testing.assert_array_equal(np.array([int(cell or 0) for cell in cells]).reshape(10, 10), expected)
+    bars = page.page.locator("#per-class .class").all_inner_texts()
+    for name, bar in enumerate(bars):
+        assert f"{100 * expected[name, name] / expected[name].sum():.1f}" == bar.split()[1]
+
+
+def test_cell_of_the_confusion_matrix_selects_its_images_by_keyboard(page: Opened, grid: RunData) -> None:
+    assert grid.points is not None
+    assert grid.pictured is not None
+    first = page.page.locator("#confusions td").first
+    first.focus()
+    for key in ("ArrowDown", "ArrowDown", "ArrowRight", "ArrowRight", "Enter"):
+        page.page.keyboard.press(key)
+    page.frame()
+    expected = np.flatnonzero((grid.pictured.labels == 2) & (grid.points.predicted == 2))
+    assert page.page.input_value("#indices") == ", ".join(map(str, expected))
+
+
+def test_with_hundreds_of_classes_the_commonest_mix_ups_are_listed(browser: Any, tmp_path: Path) -> None:
+    of = pictured(900)
+    labels = np.arange(900) % 300
+    of = dataclasses.replace(of, labels=labels, classes=tuple(f"class {i}" for i in range(300)))
+    made = run("curvssl", of)
+    assert made.points is not None
+    predicted = np.where(labels == 7, 290, labels)
+    made = dataclasses.replace(made, points=dataclasses.replace(made.points, predicted=predicted))
+    opened = single(browser, [made], tmp_path)
+    assert opened.page.locator("#confusions button").all_inner_texts() == ["class 7 → class 290 3"]
+    opened.page.click("#confusions button")
+    assert opened.page.input_value("#indices") == "7, 307, 607"
+    assert opened.page.locator("#per-class .class").first.inner_text().split("\n")[0] == "class 7"
+    assert opened.complaints == []
+    opened.context.close()
+
+
+def test_most_confident_mistakes_come_first(page: Opened, grid: RunData) -> None:
+    assert grid.points is not None
+    assert grid.pictured is not None
+    assert grid.points.confidence is not None
+    wrong = np.flatnonzero(grid.points.predicted != grid.pictured.labels)
+    shown = page.rows_of("#mistakes .card:first-child canvas")
+    assert set(shown) == set(wrong)
+    assert (np.diff(grid.points.confidence[shown]) <= 1 / 255).all()
+
+
+def test_probes_stand_beside_their_floors(page: Opened) -> None:
+    lines = [line.split("\t") for line in page.page.inner_text("#probes tbody").splitlines()]
+    assert [line[0] for line in lines] == ["CurvSSL", "Barlow Twins", "raw pixels", "random encoder"]
+    assert lines[0][1] == "97.8 ± 0.2"
+    assert lines[2][3] == "95.1"
+
+
+def test_seeds_of_a_method_become_a_mean_with_a_band(browser: Any, grid: RunData, tmp_path: Path) -> None:
+    runs = [grid, *(run("curvssl", None, seed=seed) for seed in (1, 2)), run("vicreg", None)]
+    opened = single(browser, runs, tmp_path)
+    loss = opened.page.locator("#curves figure").first
+    ends = [made.metrics[-1]["loss"] for made in runs]
+    label = loss.locator("svg").get_attribute("aria-label")
+    assert label == f"loss; at the end: CurvSSL {np.mean(ends[:3]):.2f}, VICReg {ends[3]:.2f}"
+    assert loss.locator(".band").count() == 1  # one seed has no band
+    series = opened.page.evaluate("seriesOf([0, 1, 2].map((id) => payload.runs[id].metrics), 'loss', '', '')")
+    table = np.array([[row["loss"] for row in made.metrics] for made in runs[:3]])
+    np.testing.assert_allclose(series["mean"], table.mean(0))
+    np.testing.assert_allclose(np.subtract(series["high"], series["mean"]), table.std(0, ddof=1))
+    titles = opened.page.locator("#curves figcaption > span:first-child").all_inner_texts()
+    for title in (
+        "loss",
+        "invariance",
+        "curvature",
+        "effective rank of z",
+        "learning rate",
+        "wall time of an epoch, s",
+    ):
+        assert title in titles
+    opened.context.close()
+
+
+# ---- the geometry and the provenance
+
+
+def test_rho_is_the_correlation_of_the_views(page: Opened, grid: RunData, other: RunData) -> None:
+    titles = page.page.locator("#scatters h4").all_inner_texts()
+    for title, made in zip(titles, (grid, other), strict=True):
+        assert made.points is not None
+        assert title == f"ρ = {np.corrcoef(made.points.curvature)[0, 1]:.3f}"
+
+
+def test_most_and_least_curved_images_are_shown(page: Opened, grid: RunData) -> None:
+    assert grid.points is not None
+    order = np.argsort(grid.points.curvature.mean(0))
+    shown = page.rows_of("#extremes .card:first-child canvas")
+    assert shown[0] == order[-1]
+    assert shown[16] == order[0]
+    assert set(shown[:16]) == set(order[-16:])
+
+
+def test_edges_of_a_chosen_point_keep_their_cosines(page: Opened, grid: RunData) -> None:
+    assert grid.points is not None
+    page.page.mouse.click(*page.screen(12))
+    page.until("document.querySelector('#stars h4').textContent === 'Edges of image 12'")  # once the cursor rests
+    cells = page.page.locator("#stars .card").first.locator(".cosines td").all_inner_texts()
+    table = np.array([float(cell.replace("−", "-") or 1) for cell in cells]).reshape(6, 6)
+    expected = np.ones((6, 6))
+    upper = np.triu_indices(6, 1)
+    expected[upper] = grid.points.cosines[12]
+    expected.T[upper] = grid.points.cosines[12]
+    np.testing.assert_allclose(table, expected, atol=0.01)
+    # The plane of the drawing is the best there is: the two largest eigenvalues of the Gram matrix hold that share.
+    gram = expected * np.outer(grid.points.distances[12], grid.points.distances[12])
+    held = page.page.evaluate("edgePlane(mapped[0], 12).held")
+    assert held == pytest.approx(np.linalg.eigvalsh(gram)[-2:].sum() / np.trace(gram), abs=0.01)
+
+
+def test_provenance_names_command_versions_device_and_checksums(page: Opened) -> None:
+    text = page.page.inner_text("#provenance")
+    for part in ("curvssl pretrain --method curvssl --seed 0", "2.15", "cpu", "9442cbc5" * 8, "0123456789ab"):
+        assert part in text
+    page.page.click("#origins details:last-child summary")
+    differing = page.page.locator("#origins details:last-child .differs th").all_inner_texts()
+    assert differing == ["method"]
+    assert "augment.crop_scale" in page.page.inner_text("#origins")
+    page.page.click("#origins details:last-child summary")
+
+
+# ---- other shapes of data
+
+
+def test_images_without_labels_still_make_a_page(browser: Any, tmp_path: Path) -> None:
+    of = dataclasses.replace(pictured(80), classes=(), labels=None)
+    made = dataclasses.replace(run("curvssl", of), probes={})
+    opened = single(browser, [made], tmp_path)
+    opened.point_at(5)
+    np.testing.assert_array_equal(
+        opened.thumbnail("#tip canvas")[..., 0], of.images[opened.rows_of("#tip canvas")[0], 0]
+    )
+    names = opened.page.locator("#colour option").all_inner_texts()
+    assert names == ["curvature, first view", "curvature, second view", "agreement of the views", "outlier score"]
+    assert "no labels" in opened.page.inner_text("#probes")
+    assert opened.complaints == []
+    opened.context.close()
+
+
+def test_runs_on_different_images_do_not_link(browser: Any, grid: RunData, tmp_path: Path) -> None:
+    elsewhere = run("vicreg", pictured(30, name="others", classes=tuple("abcdefghij")))
+    opened = single(browser, [grid, elsewhere], tmp_path)
+    opened.point_at(4)
+    assert opened.page.evaluate("choices.map((choice) => choice.hover)") == [4, -1]
+    opened.point_at(11, view="maps[1]")
+    shown = opened.rows_of("#inspector .chosen canvas")[0]
+    assert opened.page.evaluate("choices[1].hover") == shown
+    assert opened.page.inner_text("#inspector h3") in "abcdefghij"
+    assert opened.complaints == []
+    opened.context.close()
+
+
+def test_with_many_runs_the_reader_picks_two(browser: Any, grid: RunData, other: RunData, tmp_path: Path) -> None:
+    runs = [grid, other, run("vicreg", grid.pictured), *(run("curvssl", grid.pictured, seed=s) for s in (1, 2))]
+    made = payload(runs)
+    assert [entry["points"] is not None for entry in made["runs"]] == [True, True, True, False, False]
+    assert len(made["splits"]) == 1  # the thumbnails are there once
+    opened = single(browser, runs, tmp_path)
+    opened.page.select_option("#pickers select >> nth=1", label="VICReg, seed 0")
+    opened.frame()
+    assert opened.page.locator("#maps figcaption > span:first-child").all_inner_texts() == [
+        "CurvSSL, seed 0",
+        "VICReg, seed 0",
+    ]
+    opened.page.select_option("#pickers select >> nth=1", label="none")
+    opened.frame()
+    assert opened.page.locator("#maps figure").count() == 1
+    assert opened.complaints == []
+    opened.context.close()
+
+
+def test_a_run_that_broke_off_has_gaps_not_errors(browser: Any, tmp_path: Path) -> None:
+    made = run("curvssl", None)
+    rows = [row | {"loss": float("nan")} if row["epoch"] > 15 else row for row in made.metrics]
+    opened = single(browser, [dataclasses.replace(made, metrics=rows, probes={}, provenance={})], tmp_path)
+    assert opened.page.locator("#curves figure").count() > 5
+    assert not opened.page.is_visible("#map")
+    assert opened.complaints == []
+    opened.context.close()
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 48), (1, 28, 28), (4, 16, 16), (3, 100, 70)])
+def test_thumbnails_of_any_shape_show_the_middle_of_the_image(
+    browser: Any, tmp_path: Path, shape: tuple[int, int, int]
+) -> None:
+    height, width = shape[1:]
+    images = np.zeros((30, *shape), np.uint8)
+    images[:, :, height // 2, :] = 250  # a cross through the middle
+    images[:, :, :, width // 2] = 250
+    images[:, :, : (height - min(height, width)) // 2 or None, 0] = 90
+    of = Pictured("crosses", images, ("one",), np.zeros(30, np.int64))
+    made = dataclasses.replace(run("curvssl", None), pictured=of, points=points(pictured(30), seed=0))
+    assert made.points is not None
+    made = dataclasses.replace(made, points=dataclasses.replace(made.points, predicted=None, confidence=None))
+    opened = single(browser, [made], tmp_path)
+    opened.point_at(3)
+    shown = opened.thumbnail("#tip canvas")[..., 0].astype(int)
+    side = len(shown)
+    assert side == min(height, width, 64)
+    assert shown[side // 2].mean() > 100
+    assert shown[:, side // 2].mean() > 100
+    assert np.median(shown) < 60
+    opened.context.close()
+
+
+# ---- without a browser
+
+
+def test_packed_numbers_come_back_within_half_a_step() -> None:
+    import base64
+
+    values = np.random.default_rng(0).normal(size=1000) * 40
+    made = packed(values)
+    steps = np.frombuffer(base64.b64decode(made["data"]), "<u2")
+    back = made["low"] + steps * (made["high"] - made["low"]) / 65535
+    assert np.abs(back - values).max() <= 0.5 * np.ptp(values) / 65535 * 1.0001
+    constant = packed(np.full(5, 3.0))
+    assert (constant["low"] <= 3.0 <= constant["high"]) is True
+
+
+def test_features_that_are_not_numbers_are_refused() -> None:
+    with pytest.raises(UserError, match="diverged"):
+        packed(np.array([1.0, np.nan]))
+
+
+def test_no_run_is_refused() -> None:
+    with pytest.raises(UserError, match="at least one run"):
+        payload([])
+
+
+def test_runs_are_grouped_by_everything_but_their_seed() -> None:
+    runs = [run("curvssl", None), run("curvssl", None, seed=1), run("vicreg", None)]
+    changed = dataclasses.replace(runs[0], name="k-20", config=runs[0].config | {"k": 20})
+    assert groups(runs) == [{"name": "CurvSSL", "runs": [0, 1]}, {"name": "VICReg", "runs": [2]}]
+    assert [group["name"] for group in groups([*runs, changed])] == ["digits-curvssl-seed0", "VICReg", "k-20"]
+
+
+def test_a_split_too_large_for_a_map_is_thinned_always_alike() -> None:
+    from curvssl.report.collect import LIMIT, chosen
+
+    rows = chosen(LIMIT + 5000)
+    assert len(rows.unique()) == LIMIT
+    assert rows.equal(chosen(LIMIT + 5000))
+    assert bool((rows.diff() > 0).all())
+    assert chosen(360).tolist() == list(range(360))
+
+
+def test_edges_agree_with_the_double_loop() -> None:
+    import torch
+
+    from curvssl.geometry import nearest_neighbors
+    from curvssl.report.collect import edges_of
+
+    h = torch.randn(50, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    near = nearest_neighbors(h, k=6)
+    lengths, cosines = edges_of(h, near)
+    for i in (0, 17, 49):
+        edges = [h[j] - h[i] for j in near[i]]
+        assert lengths[i].tolist() == pytest.approx([float(e.norm()) for e in edges])
+        pairs = [
+            float(edges[a] @ edges[b] / edges[a].norm() / edges[b].norm()) for a in range(6) for b in range(a + 1, 6)
+        ]
+        assert cosines[i].tolist() == pytest.approx(pairs)
+
+
+def test_pictures_are_png_and_pdf(grid: RunData, tmp_path: Path) -> None:
+    from PIL import Image
+
+    from curvssl.report.collect import pictures
+
+    made = pictures(grid, tmp_path)
+    names = ["map-by-class", "map-by-curvature", "curvature-of-views", "curves"]
+    assert [path.name for path in made] == [f"{name}.{kind}" for name in names for kind in ("png", "pdf")]
+    for path in made:
+        if path.suffix == ".pdf":
+            assert path.read_bytes().startswith(b"%PDF")
+        else:
+            with Image.open(path) as image:
+                assert image.size[0] >= 1000
+
+
+def test_a_run_directory_becomes_a_page(browser: Any, tmp_path: Path) -> None:
+    """The real thing, from training to the page, but for UMAP, which takes longer than the rest together."""
+    import torch
+
+    from curvssl.config import demo
+    from curvssl.data.named import load
+    from curvssl.data.views import Augment
+    from curvssl.evaluate import maps
+    from curvssl.evaluate.runs import probe
+    from curvssl.geometry import curvature
+    from curvssl.report.collect import collect, report
+    from curvssl.train.loop import pretrain
+
+    made = pretrain(dataclasses.replace(demo(), epochs=1, warmup_epochs=0), out=tmp_path / "run", progress=False)
+    probe(made, seeds=(0,), floors=False)
+    maps.save(torch.rand(360, 2, generator=torch.Generator().manual_seed(0)), made.path / "map-h-test.npz")
+    page = report([made.path], tmp_path / "report.html")
+    kept = {path: path.stat().st_mtime_ns for path in made.path.iterdir()}
+    found = collect(made)
+    assert {path: path.stat().st_mtime_ns for path in made.path.iterdir()} == kept  # nothing is computed twice
+
+    data = load("digits")
+    assert found.points is not None
+    config, net, generator = made.config, made.load_net(), torch.Generator().manual_seed(0)
+    augment = Augment(size=config.image_size, mean=data.mean, std=data.std, **vars(config.augment))
+    with torch.inference_mode():
+        for view in range(2):
+            z = net.projector(
+                net.encoder(augment(data.test.images, torch.rand(360, augment.draws, generator=generator)))
+            )
+            np.testing.assert_allclose(found.points.curvature[view], curvature(z, k=config.k), atol=1e-3)
+    predicted = found.points.predicted
+    assert predicted is not None
+    assert data.test.labels is not None
+    accuracy = 100 * float((predicted == data.test.labels.numpy()).mean())
+    assert accuracy == pytest.approx(found.probes["linear"]["accuracy"][0])
+
+    opened = Opened(browser, page)
+    opened.point_at(100)
+    shown = opened.rows_of("#inspector .chosen canvas")[0]
+    np.testing.assert_array_equal(opened.thumbnail("#tip canvas")[..., 0], data.test.images[shown, 0].numpy())
+    assert opened.complaints == []
+    opened.context.close()
+
+
+def test_a_folder_with_a_broken_file_becomes_a_page_of_the_others(browser: Any, tmp_path: Path) -> None:
+    import torch
+    from PIL import Image
+
+    from curvssl.config import demo
+    from curvssl.data.folders import FolderImages
+    from curvssl.evaluate import maps
+    from curvssl.evaluate.runs import dataset_of
+    from curvssl.report.collect import collect
+    from curvssl.train.loop import pretrain
+
+    (tmp_path / "images").mkdir()
+    for i, pixels in enumerate(pictured(400).images[:, 0]):
+        Image.fromarray(pixels).resize((40, 30)).save(tmp_path / "images" / f"{i:03}.png")
+    settings: Any = {"dataset": f"folder:{tmp_path / 'images'}", "batch_size": 32, "k": 5}
+    config = dataclasses.replace(demo(), epochs=1, warmup_epochs=0, **settings)
+    made = pretrain(config, out=tmp_path / "run", progress=False)
+    tests = dataset_of(made).test.images
+    assert isinstance(tests, FolderImages)
+    Path(tests.path(int(tests.rows[3]))).write_bytes(b"no image")
+    kept = torch.tensor([i for i in range(len(tests)) if i != 3])
+    xy = torch.rand(len(kept), 2, generator=torch.Generator().manual_seed(0))
+    maps.save(xy, made.path / "map-h-test.npz", index=kept)
+
+    found = collect(made)
+    assert found.pictured is not None
+    assert found.pictured.index is not None
+    assert found.pictured.index.tolist() == kept.tolist()
+    opened = single(browser, [found], tmp_path)
+    opened.page.fill("#search-index", "4")
+    opened.page.press("#search-index", "Enter")
+    opened.frame()
+    shown = opened.thumbnail("#inspector .chosen canvas")[..., 0].astype(float)
+    with Image.open(tests.path(int(tests.rows[4]))) as image:
+        source = np.asarray(image.crop((5, 0, 35, 30)).resize(shown.shape), dtype=float)
+    assert np.corrcoef(shown.ravel(), source.ravel())[0, 1] > 0.97
+    assert "no labels" in opened.page.inner_text("#probes")
+    opened.context.close()

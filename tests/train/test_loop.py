@@ -1,0 +1,365 @@
+import dataclasses
+import math
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipeline import TINY, one_thread, rows, weights
+from torch import Tensor, nn
+
+from curvssl.config import PretrainConfig, UserError
+from curvssl.data import named as data
+from curvssl.data.views import Augment
+from curvssl.files import lock
+from curvssl.losses import BarlowTwinsLoss
+from curvssl.rundir import Run
+from curvssl.train import loop as train
+from curvssl.train.loop import Stopped, batches, hold_out, learning_rate, mix, pretrain
+from curvssl.train.step import Step, make_optimizer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing interrupted."""
+    return pretrain(TINY, out=tmp_path_factory.mktemp("whole"), progress=False).path
+
+
+# ---- the same seed, the same weights ----
+
+
+def test_the_same_seed_gives_the_same_weights_to_the_last_bit(whole: Path, tmp_path: Path):
+    torch.manual_seed(123)  # the global state plays no part
+    pretrain(TINY, out=tmp_path, progress=False)
+    assert weights(tmp_path) == weights(whole)
+    assert rows(tmp_path) == rows(whole)
+
+
+def test_another_seed_gives_other_weights(whole: Path, tmp_path: Path):
+    pretrain(dataclasses.replace(TINY, seed=1, epochs=1), out=tmp_path, progress=False)
+    assert weights(tmp_path)[0] != weights(whole)[0]
+    assert rows(tmp_path)[0]["loss"] != rows(whole)[0]["loss"]
+
+
+def test_pretraining_reads_neither_the_test_split_nor_a_label(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    real = data.load("digits")
+    nothing: Any = object()  # has neither images nor labels: whoever looks, fails
+    blind = dataclasses.replace(real, train=dataclasses.replace(real.train, labels=None), test=nothing)
+    monkeypatch.setitem(data.DATASETS, "digits", lambda **_: blind)
+    pretrain(TINY, out=tmp_path, progress=False)
+    assert weights(tmp_path) == weights(whole)
+    assert all("knn" not in row for row in rows(tmp_path))
+
+
+# ---- what lies in the run directory ----
+
+
+def test_a_row_of_metrics_has_every_promised_column(whole: Path):
+    terms = {"invariance", "redundancy", "curvature_alignment", "curvature_decorrelation"}
+    promised = {"epoch", "step", "loss", "rho", "z_std", "effective_rank", "grad_norm", "lr", "views_per_s", "seconds"}
+    found = Run.read(whole).metrics()
+    assert [row["epoch"] for row in found] == [1, 2]
+    assert [row["step"] for row in found] == [10, 20]
+    for row in found:
+        assert row.keys() == promised | terms | {"knn"}
+        assert all(math.isfinite(value) for value in row.values())
+        weighed = row["invariance"] + TINY.lambda_emb * row["redundancy"]
+        weighed += row["curvature_alignment"] + row["curvature_decorrelation"]
+        assert row["loss"] == pytest.approx(weighed, rel=1e-5)
+        assert -1 <= row["rho"] <= 1
+
+
+def test_provenance_lies_beside_the_weights(whole: Path):
+    facts = Run.read(whole).read_json("provenance.json")
+    assert facts["device"] == "cpu"
+    assert facts["data_sha256"] == data.load("digits").sha256
+    assert facts["images"] == 1437 - 143
+    assert facts["seconds"] > 0
+
+
+def test_tensorboard_shows_the_metrics(whole: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(whole)).Reload()
+    for name in ("loss", "rho", "effective_rank", "knn"):
+        assert [event.step for event in shown.Scalars(name)] == [10, 20]
+        assert [event.value for event in shown.Scalars(name)] == pytest.approx([row[name] for row in rows(whole)])
+
+
+def test_without_tensorboard_the_metrics_are_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    pretrain(dataclasses.replace(TINY, epochs=1, batch_size=640), out=tmp_path, progress=False)
+    assert len(rows(tmp_path)) == 1
+    assert not list(tmp_path.glob("events*"))
+
+
+def test_a_finished_run_is_left_as_it_is(whole: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(data, "DATASETS", {})  # not even the data is asked for
+    before = {file.name: file.stat().st_mtime_ns for file in whole.iterdir() if file.name != "lock"}
+    assert pretrain(TINY, out=whole).path == whole
+    assert {file.name: file.stat().st_mtime_ns for file in whole.iterdir() if file.name != "lock"} == before
+    with pytest.raises(UserError, match="holds a run with other settings"):
+        pretrain(dataclasses.replace(TINY, d_z=32), out=whole)
+
+
+# ---- stopping and going on ----
+
+
+@pytest.fixture
+def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Send this process a real SIGINT just before step s."""
+
+    def arrange(at: int) -> None:
+        def rate(s: int, *args: Any, **settings: Any) -> float:
+            if s == at:
+                signal.raise_signal(signal.SIGINT)
+            return learning_rate(s, *args, **settings)
+
+        monkeypatch.setattr(train, "learning_rate", rate)
+
+    return arrange
+
+
+@pytest.mark.parametrize("stops", [[0], [4, 9], [10], [18, 19]], ids=str)
+def test_a_run_stopped_at_any_step_goes_on_to_the_same_weights(
+    stops: list[int], whole: Path, tmp_path: Path, stop_at: Callable[[int], None]
+):
+    for s in stops:  # in the first step, in the middle, at the end of an epoch, at the start of one, at the very end
+        stop_at(s)
+        with pytest.raises(Stopped, match="SIGINT"):
+            pretrain(TINY, out=tmp_path, progress=False)
+        assert Run.read(tmp_path).checkpoints()[-1].name == f"checkpoint-{s + 1}.pt"
+    stop_at(-1)
+    pretrain(TINY, out=tmp_path, progress=False)
+    assert weights(tmp_path) == weights(whole)
+    assert rows(tmp_path) == rows(whole)
+
+
+def test_tensorboard_shows_a_resumed_run_once(tmp_path: Path, whole: Path, stop_at: Callable[[int], None]):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    often = dataclasses.replace(TINY, checkpoint_seconds=0)
+    stop_at(12)
+    with pytest.raises(Stopped):
+        pretrain(often, out=tmp_path, progress=False)
+    for file in Run.read(tmp_path).checkpoints():  # as after a SIGKILL before the first checkpoint
+        file.unlink()
+    stop_at(-1)
+    pretrain(often, out=tmp_path, progress=False)
+    assert [event.step for event in EventAccumulator(str(tmp_path)).Reload().Scalars("loss")] == [10, 20]
+    assert weights(tmp_path) == weights(whole)
+
+
+@pytest.mark.parametrize("broken", [1, 2])
+def test_a_truncated_checkpoint_and_a_half_written_line_change_nothing(
+    broken: int, whole: Path, tmp_path: Path, stop_at: Callable[[int], None], capsys: pytest.CaptureFixture[str]
+):
+    often = dataclasses.replace(TINY, checkpoint_seconds=0)
+    stop_at(12)
+    with pytest.raises(Stopped):
+        pretrain(often, out=tmp_path, progress=False)
+    kept = Run.read(tmp_path).checkpoints()
+    assert [file.name for file in kept] == ["checkpoint-12.pt", "checkpoint-13.pt"]
+    for file in kept[-broken:]:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with open(tmp_path / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"epoch": 2, "st')
+    stop_at(-1)
+    pretrain(often, out=tmp_path, progress=False)
+    assert capsys.readouterr().err.count("cannot be read") == broken
+    assert weights(tmp_path) == weights(whole)
+    assert rows(tmp_path) == rows(whole)
+
+
+def test_a_second_process_is_refused(tmp_path: Path):
+    with lock(tmp_path), pytest.raises(UserError, match="another process trains in"):
+        pretrain(TINY, out=tmp_path)
+
+
+def test_a_batch_that_the_images_do_not_fill_is_refused_and_stands_in_nobodys_way(tmp_path: Path):
+    with pytest.raises(UserError, match="1294 training images do not fill one batch of 2000: lower --batch-size"):
+        pretrain(dataclasses.replace(TINY, batch_size=2000), out=tmp_path)
+    assert pretrain(dataclasses.replace(TINY, batch_size=640, epochs=1), out=tmp_path, progress=False).finished
+
+
+# ---- a loss that breaks ----
+
+
+def test_a_broken_loss_stops_with_advice_and_keeps_a_good_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: Callable[[int], None]
+):
+    often = dataclasses.replace(TINY, checkpoint_seconds=0)
+    monkeypatch.setattr(train, "learning_rate", lambda s, *_, **__: 1e-3 if s < 14 else 1e36)
+    with pytest.raises(UserError) as error:
+        pretrain(often, out=tmp_path, progress=False)
+    assert "the loss is not a number in epoch 2" in str(error.value)
+    assert "--lr" in str(error.value)
+    state = Run.read(tmp_path).load_checkpoint()
+    assert state is not None
+    assert state["step"] >= 14
+    assert all(bool(value.isfinite().all()) for value in state["net"].values())
+    assert not Run.read(tmp_path).finished
+    assert [row["epoch"] for row in rows(tmp_path)] == [1]
+
+
+# ---- the order of things ----
+
+
+def test_an_epoch_shows_every_image_at_most_once_and_each_in_a_new_order():
+    config = dataclasses.replace(TINY, batch_size=10, k=5)
+    found = torch.stack(list(batches(37, config, first=0, last=9, device=CPU))).view(3, 30)
+    for epoch in found:
+        assert len(epoch.unique()) == 30
+        assert int(epoch.min()) >= 0
+        assert int(epoch.max()) < 37
+    assert not torch.equal(found[0], found[1])
+    left_out = [set(range(37)) - set(epoch.tolist()) for epoch in found]
+    assert left_out[0] != left_out[1]
+
+
+def test_batches_go_on_where_they_are_asked_to():
+    config = dataclasses.replace(TINY, batch_size=10, k=5)
+    everything = list(batches(37, config, first=0, last=9, device=CPU))
+    for first in range(10):
+        assert all(map(torch.equal, batches(37, config, first=first, last=9, device=CPU), everything[first:]))
+
+
+@pytest.mark.parametrize(("share", "held"), [(0.1, 143), (0.5, 718), (0.0, 143)])
+def test_the_held_out_images_are_none_of_those_trained_on(share: float, held: int):
+    fit, out = hold_out(1437, share=share, seed=3)
+    assert len(out) == held
+    if share:
+        assert sorted(torch.cat((fit, out)).tolist()) == list(range(1437))
+    else:  # all are trained on; a tenth are also asked about
+        assert sorted(fit.tolist()) == list(range(1437))
+        assert set(out.tolist()) <= set(fit.tolist())
+    again, other = hold_out(1437, share=share, seed=3)[1], hold_out(1437, share=share, seed=4)[1]
+    assert torch.equal(out, again)
+    assert not torch.equal(out, other)
+
+
+def test_near_seeds_and_steps_give_unrelated_numbers():
+    seen = {mix(seed, number) for seed in range(30) for number in range(-30, 30)}
+    assert len(seen) == 1800
+    assert all(0 <= value < 2**63 for value in seen)
+    ones = [bin(mix(0, n) ^ mix(0, n + 1)).count("1") for n in range(100)]
+    assert 25 < sum(ones) / len(ones) < 38  # half of the 63 bits differ
+
+
+def test_warm_up_rises_to_the_rate_and_a_cosine_takes_it_to_zero():
+    config = PretrainConfig(lr=2.0, epochs=4, warmup_epochs=1, schedule="cosine")
+    rates = [learning_rate(s, config, steps_per_epoch=4) for s in range(16)]
+    assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+    # After the warm-up 12 steps: cos 60° = 1/2, cos 90° = 0, cos 120° = −1/2 at a third, a half and two thirds.
+    assert (rates[8], rates[10], rates[12]) == pytest.approx((1.5, 1.0, 0.5))
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert 0 < rates[-1] < 0.05
+
+
+def test_without_warm_up_or_schedule_the_rate_is_the_one_written():
+    config = PretrainConfig(lr=0.3, epochs=4)
+    assert {learning_rate(s, config, steps_per_epoch=4) for s in range(16)} == {0.3}
+    half = dataclasses.replace(config, warmup_epochs=0.5)
+    assert [learning_rate(s, half, steps_per_epoch=4) for s in range(3)] == pytest.approx([0.15, 0.3, 0.3])
+
+
+# ---- one step ----
+
+
+def one_step(optimizer: str, *, lr: float, weight_decay: float) -> tuple[nn.Module, list[Tensor], list[Tensor], Step]:
+    """A network after one step; its weights before; the gradient, by autograd alone, that the step should have seen."""
+    torch.manual_seed(0)
+    images = data.load("digits").train.images[:32]
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8))
+    twin = deepcopy(net)
+    augment = Augment(size=8, mean=(0.5,), std=(0.5,), **vars(TINY.augment))
+    criterion = BarlowTwinsLoss(lambda_emb=0.1)
+    settings: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": 0.9, "device": CPU, "mode": "eager"}
+    step = Step(
+        net=net,
+        criterion=criterion,
+        augment=augment,
+        optimizer=make_optimizer(net, name=optimizer, **settings),
+        images=images,
+        device=CPU,
+        bf16=False,
+        mode="eager",
+    )
+    before = [p.detach().clone() for p in net.parameters()]
+    batch, u = torch.arange(31, -1, -1), torch.rand(2, 32, augment.draws)
+    loss = criterion(*(twin(augment(images[batch], half)) for half in u))  # two passes, one a view
+    gradient = list(torch.autograd.grad(loss, list(twin.parameters())))
+    step(batch, u, lr)
+    assert step.means()["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    for name, buffer in twin.named_buffers():  # BatchNorm saw one view after the other
+        assert torch.allclose(net.get_buffer(name), buffer)
+    return net, before, gradient, step
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-3, atol=1e-6)
+
+
+def test_a_step_of_sgd_goes_down_the_gradient():
+    net, before, gradient, step = one_step("sgd", lr=0.1, weight_decay=0.01)
+    for p, w, g in zip(net.parameters(), before, gradient, strict=True):
+        assert close(p.detach(), w - 0.1 * (g + 0.01 * w))
+    assert step.gradient_norm() == pytest.approx(float(torch.cat([g.flatten() for g in gradient]).norm()), rel=1e-4)
+
+
+def test_a_first_step_of_adam_has_the_length_of_the_rate():
+    net, before, gradient, _ = one_step("adam", lr=0.1, weight_decay=0.01)
+    for p, w, g in zip(net.parameters(), before, gradient, strict=True):
+        decayed = g + 0.01 * w  # Adam's weight decay, as the paper has it, is part of the gradient
+        big = decayed.abs() > 1e-3  # below, rounding decides the sign
+        assert close((p.detach() - w)[big], -0.1 * decayed.sign()[big])
+
+
+def test_a_step_of_lars_is_scaled_layer_by_layer_and_spares_gains_and_biases():
+    net, before, gradient, _ = one_step("lars", lr=0.1, weight_decay=0.01)
+    for p, w, g in zip(net.parameters(), before, gradient, strict=True):
+        if w.ndim == 1:
+            assert close(p.detach(), w - 0.1 * g)
+        else:  # η ‖w‖ / (‖g‖ + β ‖w‖), You et al. 2017, Eq. (6)
+            trust = 0.001 * w.norm() / (g.norm() + 0.01 * w.norm())
+            assert close(p.detach(), w - 0.1 * trust * (g + 0.01 * w))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lars"])
+def test_the_other_optimisers_train_and_resume(optimizer: str, tmp_path: Path, stop_at: Callable[[int], None]):
+    config = dataclasses.replace(TINY, optimizer=optimizer, lr=0.1, batch_size=320, method="barlow-twins")
+    stop_at(5)
+    with pytest.raises(Stopped):
+        pretrain(config, out=tmp_path / "stopped", progress=False)
+    stop_at(-1)
+    pretrain(config, out=tmp_path / "stopped", progress=False)
+    pretrain(config, out=tmp_path / "whole", progress=False)
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
+    assert rows(tmp_path / "whole")[1]["loss"] < rows(tmp_path / "whole")[0]["loss"]
+
+
+# ---- devices ----
+
+
+def test_what_this_machine_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="there is no CUDA device here: use --device cpu"):
+        train.pick_device("cuda")
+    with pytest.raises(UserError, match="step captured needs a CUDA device"):
+        train.pick_mode("captured", device=CPU, optimizer="adam")
+    assert train.pick_device("auto") == CPU
+    assert train.pick_mode("auto", device=CPU, optimizer="adam") == "eager"

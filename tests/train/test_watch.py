@@ -1,0 +1,155 @@
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pipeline import SHORT, TINY, one_thread, trained
+from torch import Tensor
+
+from curvssl.config import UserError
+from curvssl.data import named as data
+from curvssl.geometry import curvature, kernel_curvature
+from curvssl.losses import BarlowTwinsLoss, CurvSSLLoss, KernelCurvSSLLoss
+from curvssl.train import watch
+from curvssl.train.loop import hold_out, pretrain
+from curvssl.train.watch import alarm, effective_rank, geometry_of
+
+FINE = {"epoch": 3, "loss": 1.0, "z_std": 0.5, "effective_rank": 20.0}
+NOISE = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def cross(lengths: list[float]) -> Tensor:
+    """±length along each axis: centred, with singular values √2 · length."""
+    return torch.cat((torch.diag(torch.tensor(lengths)), -torch.diag(torch.tensor(lengths))))
+
+
+def test_equal_directions_have_full_effective_rank():
+    assert effective_rank(cross([1.0] * 7)) == pytest.approx(7)
+    assert effective_rank(cross([1.0] * 7) + 100) == pytest.approx(7, rel=1e-4)  # where the cloud lies does not matter
+
+
+def test_one_direction_has_effective_rank_one():
+    assert effective_rank(cross([1.0, 0, 0, 0])) == pytest.approx(1)
+    assert effective_rank(torch.ones(8, 4)) == pytest.approx(1)  # nor has a single point more
+
+
+def test_shares_of_three_to_one_have_the_exponential_of_their_entropy():
+    # −¾ ln ¾ − ¼ ln ¼ = ln 4 − ¾ ln 3
+    assert effective_rank(cross([3.0, 1.0])) == pytest.approx(4 / 3**0.75)
+
+
+def test_the_rank_of_embeddings_that_are_no_numbers_is_no_number():
+    assert math.isnan(effective_rank(torch.tensor([[1.0, math.nan], [0.0, 1.0]])))
+
+
+@pytest.mark.parametrize("criterion", [BarlowTwinsLoss(), CurvSSLLoss(k=6), KernelCurvSSLLoss(k=6, gamma=0.3)])
+def test_rho_is_the_correlation_of_the_two_views_curvature(criterion: BarlowTwinsLoss):
+    z0 = torch.randn(50, 5, generator=torch.Generator().manual_seed(0))
+    z1 = z0 + 0.2 * torch.randn(50, 5, generator=torch.Generator().manual_seed(1))
+    kernel = isinstance(criterion, KernelCurvSSLLoss)
+    c = [kernel_curvature(z, k=6, gamma=0.3) if kernel else curvature(z, k=6) for z in (z0, z1)]
+    found = geometry_of(z0, z1, criterion=criterion, k=6)
+    assert found["rho"] == pytest.approx(np.corrcoef(*(x.double().numpy() for x in c))[0, 1], abs=1e-4)
+    assert found["z_std"] == pytest.approx(z0.numpy().std(0, ddof=1).mean(), rel=1e-5)
+    assert found["effective_rank"] == pytest.approx(effective_rank(z0))
+
+
+def test_the_rho_that_is_watched_is_the_one_that_the_loss_reports():
+    z = torch.randn(2, 50, 5, generator=torch.Generator().manual_seed(0))
+    criterion = CurvSSLLoss(k=6)
+    assert geometry_of(*z, criterion=criterion, k=6)["rho"] == pytest.approx(
+        float(criterion.terms(*z)["rho"]), abs=1e-4
+    )
+
+
+def test_healthy_embeddings_are_passed_in_silence(capsys: pytest.CaptureFixture[str]):
+    alarm(FINE, d_z=64, batch_size=128, warned=set())
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("z", "name", "advice"),
+    [
+        (torch.ones(40, 8) + 1e-6 * torch.randn(40, 8), "collapse in epoch 3: all images get nearly the same", "--lr"),
+        (
+            torch.randn(40, 1) * torch.ones(8),
+            "dimensional collapse in epoch 3: the embeddings use 1.0 of 8",
+            "--lambda-emb",
+        ),
+    ],
+)
+def test_a_collapse_is_named_once_with_what_to_try(
+    z: Tensor, name: str, advice: str, capsys: pytest.CaptureFixture[str]
+):
+    row = FINE | geometry_of(z, z, criterion=BarlowTwinsLoss(), k=5)
+    warned: set[str] = set()
+    alarm(row, d_z=8, batch_size=40, warned=warned)
+    said = capsys.readouterr().err
+    assert said.count(name) == 1
+    assert advice in said
+    alarm(row, d_z=8, batch_size=40, warned=warned)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_that_collapses_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    plain = dataclasses.replace(
+        TINY, schedule="constant", warmup_epochs=0, optimizer="sgd", momentum=0, monitor_every=0
+    )
+    # Nothing holds the variance up, and decay halves the weights at every step.
+    config = dataclasses.replace(plain, method="vicreg", variance=0, covariance=0, weight_decay=5, lr=0.1)
+    pretrain(config, out=tmp_path, progress=False)
+    assert "collapse in epoch" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_no_number_stops_and_names_what_broke():
+    with pytest.raises(UserError) as error:
+        alarm(FINE | {"loss": math.nan, "rho": math.inf}, d_z=8, batch_size=40, warned=set())
+    said = str(error.value)
+    assert said.startswith(
+        "the loss is not a number in epoch 3 (loss, rho): the last good checkpoint is kept; try a lower"
+    )
+
+
+@pytest.mark.parametrize("share", [0.1, 0.0])
+def test_the_monitor_asks_about_images_whose_labels_it_was_not_told(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    told: list[set[int]] = []
+    asked: list[set[int]] = []
+    real = watch.knn_accuracy
+
+    def record(*args: Any, fit: Tensor, held: Tensor, **settings: Any) -> float:
+        told.append(set(fit.tolist()))
+        asked.append(set(held.tolist()))
+        return real(*args, fit=fit, held=held, **settings)
+
+    monkeypatch.setattr(watch, "knn_accuracy", record)
+    pretrain(dataclasses.replace(TINY, holdout=share, epochs=1, batch_size=640), out=tmp_path, progress=False)
+    assert (len(told), len(asked)) == (1, 1)
+    assert len(asked[0]) == 143
+    assert told[0].isdisjoint(asked[0])
+
+
+def test_the_monitor_runs_every_few_epochs_and_leaves_the_network_alone():
+    run = trained("vicreg")
+    assert SHORT.monitor_every == 4
+    assert [row["epoch"] for row in run.metrics() if "knn" in row] == [4, 8]
+    digits, net = data.load("digits"), run.load_net().train()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    fit, held = hold_out(len(digits.train.images), share=SHORT.holdout, seed=SHORT.seed)
+    settings: dict[str, Any] = {"size": 8, "mean": digits.mean, "std": digits.std, "classes": 10}
+    images, labels = digits.train.images, digits.train.labels
+    found = watch.knn_accuracy(net, images, labels, fit=fit, held=held, device=torch.device("cpu"), **settings)
+    assert found == pytest.approx(run.metrics()[-1]["knn"])
+    assert net.training
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
