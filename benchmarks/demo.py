@@ -52,7 +52,7 @@ def step_costs() -> dict[str, float]:
         optimizer=make_optimizer(
             net, name="adam", lr=1e-3, weight_decay=1e-4, momentum=0.9, device=device, mode="eager"
         ),
-        images=data.train.images,
+        images=data.train.images.pixels,
         device=device,
         bf16=False,
         mode="eager",

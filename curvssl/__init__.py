@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from curvssl.config import AugmentConfig, PretrainConfig, UserError
     from curvssl.geometry import angular_defect, curvature, kernel_curvature, nearest_neighbors, polyhedron_curvature
-    from curvssl.losses import BarlowTwinsLoss, CurvSSLLoss, KernelCurvSSLLoss, VICRegLoss
+    from curvssl.losses import BarlowTwinsLoss, Curvature, CurvSSLLoss, KernelCurvSSLLoss, VICRegLoss
     from curvssl.outliers import CurvatureOutlierDetector
     from curvssl.rundir import Run, load_encoder
     from curvssl.train.loop import pretrain
@@ -17,6 +17,7 @@ _HOME = {
     "AugmentConfig": "config",
     "BarlowTwinsLoss": "losses",
     "CurvSSLLoss": "losses",
+    "Curvature": "losses",
     "CurvatureOutlierDetector": "outliers",
     "KernelCurvSSLLoss": "losses",
     "PretrainConfig": "config",
@@ -36,6 +37,7 @@ __all__ = [
     "AugmentConfig",
     "BarlowTwinsLoss",
     "CurvSSLLoss",
+    "Curvature",
     "CurvatureOutlierDetector",
     "KernelCurvSSLLoss",
     "PretrainConfig",

@@ -14,6 +14,7 @@ import tyro
 from tyro.conf import Positional
 
 from curvssl.config import PRESETS, PretrainConfig, UserError, unknown
+from curvssl.methods import title_of
 
 TITLE = "Self-supervised learning by curvature alignment. `curvssl demo` shows the whole of it in two minutes."
 
@@ -156,14 +157,14 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
 
         def go() -> None:
             from curvssl.evaluate.probes import PROBES
-            from curvssl.evaluate.runs import NAMES, probe, probe_rows, table
+            from curvssl.evaluate.runs import probe, probe_rows, table
             from curvssl.rundir import Run
 
             here = Run.read(run)
             found = probe(here, source=source, seeds=range(seeds), floors=floors)
             rows = {name: found.pop(name) for name in ("raw pixels", "random encoder") if name in found}
             if speaks():
-                print(table(("", *PROBES), probe_rows(rows | {NAMES[here.config.method]: found})))
+                print(table(("", *PROBES), probe_rows(rows | {title_of(here.config.method): found})))
 
         return go
 

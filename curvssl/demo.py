@@ -3,11 +3,12 @@
 import dataclasses
 from pathlib import Path
 
-from curvssl.config import CHOICES, demo
+from curvssl.config import demo
 from curvssl.data.named import load
 from curvssl.evaluate.probes import PROBES
-from curvssl.evaluate.runs import NAMES, draw_map, floors_of, probe, probe_rows, table
+from curvssl.evaluate.runs import draw_map, floors_of, probe, probe_rows, table
 from curvssl.files import write_json
+from curvssl.methods import METHODS, title_of
 from curvssl.report.collect import report
 from curvssl.rundir import Run
 from curvssl.train.loop import pretrain
@@ -18,10 +19,10 @@ SEEDS = (0, 1, 2)  # of the probes
 def run_demo(out: Path, *, epochs: int, pictures: bool) -> list[Run]:
     """Pretrain, probe and draw; the runs, one a method."""
     runs = []
-    for method in CHOICES["method"]:
+    for method in METHODS:
         config = dataclasses.replace(demo(), method=method, epochs=epochs, warmup_epochs=min(2, epochs))
         runs.append(pretrain(config, out=out / method))
-    results = {NAMES[run.config.method]: probe(run, floors=False, seeds=SEEDS) for run in runs}
+    results = {title_of(run.config.method): probe(run, floors=False, seeds=SEEDS) for run in runs}
     floors = floors_of(runs[0], load("digits"), seeds=SEEDS)  # the four share a random encoder
     for run in runs:
         write_json(run.path / "probes.json", run.read_json("probes.json") | floors)
@@ -32,8 +33,7 @@ def run_demo(out: Path, *, epochs: int, pictures: bool) -> list[Run]:
         for run in runs:
             print(f"map of {run.path.name}: {draw_map(run)}")
         # The first two stand side by side when the page opens: the paper's method and what it adds its term to.
-        shown = sorted(
-            runs, key=lambda run: ("curvssl", "barlow-twins", "kernel-curvssl", "vicreg").index(run.config.method)
-        )
+        shown = sorted(runs, key=lambda run: run.config.method not in ("curvssl", "barlow-twins"))
+        shown[:2] = sorted(shown[:2], key=lambda run: run.config.method, reverse=True)
         print(f"\nlook at the whole of it: {report([run.path for run in shown], out / 'report.html')}")
     return runs

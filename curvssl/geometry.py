@@ -11,7 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvssl.kernels import SHIFT_INVARIANT, Kernel, inverse_root, kernel_width, resolve, unit
+from curvssl.kernels import (
+    AnyKernel,
+    Kernel,
+    inverse_root,
+    kernel_width,
+    product,
+    resolve,
+    squared_distances,
+    unit,
+)
 
 GRAM_POINTS = 2048  # up to here a Gram matrix of all points (16 MB) is cheaper than the blocks cut from it
 GROUP = 32  # values under one minimum in the first pass over a long row of distances
@@ -56,25 +65,27 @@ def kernel_curvature(
     x: Tensor,
     *,
     k: int = 10,
-    kernel: str | Kernel = "rbf",
+    kernel: AnyKernel = "rbf",
     gamma: float | str = "median",
     neighbors: Tensor | None = None,
 ) -> Tensor:
-    """Curvature in the kernel's space, Eq. (10), (n, d) → (n,): neighbours by the kernel's distance, then
+    """Curvature in the kernel's space, Eq. (10), (n, d) → (n,): neighbours by the kernel's distance, Eq. (8), then
 
         c_i = Σ_{a<b} k(e_a, e_b) / √(k(e_a, e_a) k(e_b, e_b)),   e_a = x_a − x_i
 
-    `kernel` is rbf, laplacian, linear, polynomial, cosine or a callable (a, b) → Gram matrix over batches of rows;
-    `gamma` a number, "median", "scale" or "auto". The linear kernel gives back `curvature`.
+    `kernel` is a name or a function of curvssl.kernels (rbf, laplacian, linear, polynomial, cosine), a `Kernel`, or a
+    callable (a, b) → Gram matrix over batches of rows; `gamma` a number, "median", "scale" or "auto" (see
+    `kernel_width`). The linear kernel gives back `curvature`.
     """
     x = _points(x, k=k, neighbors=neighbors)[None]
     with torch.autocast(x.device.type, enabled=False):
-        width = kernel_width(x, kernel=kernel, gamma=gamma)
-        if neighbors is None and kernel in ("rbf", "linear"):  # their distance grows with the Euclidean one
+        chosen = resolve(kernel)
+        width = kernel_width(x, kernel=chosen, gamma=gamma)
+        if neighbors is None and chosen.distance is squared_distances:
             neighbors = nearest_neighbors(x[0], k=k)
         elif neighbors is None:
-            neighbors = kernel_neighbors(x, x, k=k, kernel=kernel, width=width)[0]
-        return kernel_scores(x, x, kernel=kernel, width=width, neighbors=neighbors[None])[0]
+            neighbors = kernel_neighbors(x, x, k=k, kernel=chosen, width=width)[0]
+        return kernel_scores(x, x, kernel=chosen, width=width, neighbors=neighbors[None])[0]
 
 
 def polyhedron_curvature(x: Tensor, neighbors: Tensor) -> Tensor:
@@ -90,10 +101,10 @@ def polyhedron_curvature(x: Tensor, neighbors: Tensor) -> Tensor:
 
 
 def angular_defect(vertices: Tensor, faces: Sequence[Sequence[int]] | Tensor) -> Tensor:
-    """Descartes's defect 2π − Σ τ at each vertex of a polyhedral mesh, (v, d) → (v,).
+    """Descartes's defect 2π − Σ τ at each vertex of a polyhedral mesh, Eq. (2), (v, d) → (v,).
 
-    `faces` list the vertices around each polygon. On a closed mesh the sum is 2π(v − e + f): 4π on a sphere, 0 on a
-    torus.
+    `faces` list the vertices around each polygon. On a closed mesh the sum is 2π(v − e + f), Eq. (3): 4π on a sphere,
+    0 on a torus.
     """
     vertices = _points(vertices)
     defect = torch.full_like(vertices[:, 0], 2 * torch.pi)
@@ -118,8 +129,13 @@ def angular_defect(vertices: Tensor, faces: Sequence[Sequence[int]] | Tensor) ->
 def neighbors_of(queries: Tensor, points: Tensor, *, k: int, first: int | None = 0) -> Tensor:
     """Indices (v, b, k) of each query's nearest points by Euclidean distance; near-ties fall as rounding decides."""
     middle = points.detach().mean(1, keepdim=True)  # the matrix product loses digits to a common offset
-    rank = _in_one_product if points.is_cuda else _euclidean
-    return _nearest(queries.detach() - middle, points.detach() - middle, k=k, first=first, rank=rank)
+    queries, points = queries.detach() - middle, points.detach() - middle
+    # ‖p‖² − 2⟨q, p⟩ by one product: ‖p‖² is one more dimension, in which a query is 1. To add it apart costs a pass
+    # over all distances. Products are fastest with rows of whole fours.
+    spare = 3 - points.shape[-1] % 4
+    q = F.pad(F.pad(-2 * queries, (0, 1), value=1.0), (0, spare))
+    p = F.pad(torch.cat((points, points.square().sum(-1, keepdim=True)), -1), (0, spare))
+    return _nearest(q, p, k=k, first=first, rank=lambda q, p: product(q, p.mT))
 
 
 def scores(queries: Tensor, points: Tensor, *, neighbors: Tensor) -> Tensor:
@@ -135,41 +151,39 @@ def kernel_neighbors(
     points: Tensor,
     *,
     k: int,
-    kernel: str | Kernel,
+    kernel: Kernel,
     width: Tensor,
     first: int | None = 0,
 ) -> Tensor:
-    """Indices (v, b, k) of the nearest points by ‖φ(x) − φ(y)‖² = k(x,x) − 2k(x,y) + k(y,y)."""
-    if kernel in ("rbf", "linear"):  # their distance grows with the Euclidean one: the same neighbours
+    """Indices (v, b, k) of the nearest points by ‖φ(x) − φ(y)‖² = k(x,x) − 2k(x,y) + k(y,y), Eq. (8)."""
+    if kernel.distance is squared_distances:
         return neighbors_of(queries, points, k=k, first=first)
     queries, points = queries.detach(), points.detach()
-    if kernel == "laplacian":
-        return _nearest(queries, points, k=k, first=first, rank=lambda q, p: torch.cdist(q, p, p=1.0))
-    function = resolve(kernel)
-    own = function(points[..., None, :], points[..., None, :], gamma=width[..., None])[..., 0, 0]  # (v, n)
+    if kernel.distance is not None:
+        return _nearest(queries, points, k=k, first=first, rank=kernel.distance)
+    own = kernel(points[..., None, :], points[..., None, :], gamma=width[..., None])[..., 0, 0]  # (v, n)
     # k(x, x) is the same for a whole row and does not change its order.
-    return _nearest(queries, points, k=k, first=first, rank=lambda q, p: own[:, None] - 2 * function(q, p, gamma=width))
+    return _nearest(queries, points, k=k, first=first, rank=lambda q, p: own[:, None] - 2 * kernel(q, p, gamma=width))
 
 
-def kernel_scores(queries: Tensor, points: Tensor, *, kernel: str | Kernel, width: Tensor, neighbors: Tensor) -> Tensor:
+def kernel_scores(queries: Tensor, points: Tensor, *, kernel: Kernel, width: Tensor, neighbors: Tensor) -> Tensor:
     """Eq. (10) for v sets: (v, b, d), (v, n, d), (v, b, k) → (v, b)."""
-    function = resolve(kernel)
     k = neighbors.shape[-1]
-    if kernel in SHIFT_INVARIANT:
+    if kernel.centred:
         # The centre cancels in e_a − e_b, so the local Gram matrix is a cut-out of the points' own.
         if queries.shape[1] == points.shape[1] <= GRAM_POINTS:
             middle = points.detach().mean(1, keepdim=True)
-            gram = function(points - middle, points - middle, gamma=width)  # (v, n, n)
+            gram = kernel(points - middle, points - middle, gamma=width)  # (v, n, n)
             rows = neighbors[..., None].expand(*neighbors.shape, k)  # (v, n, k, k)
             cell = (rows * points.shape[1] + rows.mT).flatten(1)
             local = gram.flatten(1).gather(1, cell).view(rows.shape)
         else:
             around = _edges(queries.detach(), points, neighbors)
-            local = function(around, around, gamma=width[..., None])
+            local = kernel(around, around, gamma=width[..., None])
         return (local.sum((2, 3)) - local.diagonal(dim1=2, dim2=3).sum(-1)) / 2
     edges = _edges(queries, points, neighbors)
-    local = function(edges, edges, gamma=width[..., None])  # (v, b, k, k)
-    scale = inverse_root(local.diagonal(dim1=2, dim2=3))
+    local = kernel(edges, edges, gamma=width[..., None])  # K, (v, b, k, k)
+    scale = inverse_root(local.diagonal(dim1=2, dim2=3))  # and K', Eq. (9)
     local = local * scale[..., :, None] * scale[..., None, :]
     return (local.sum((2, 3)) - local.diagonal(dim1=2, dim2=3).sum(-1)) / 2
 
@@ -184,15 +198,7 @@ def _edges(queries: Tensor, points: Tensor, neighbors: Tensor) -> Tensor:
 
 def _euclidean(queries: Tensor, points: Tensor) -> Tensor:
     """‖p‖² − 2⟨q, p⟩: the squared distance less ‖q‖², which does not change a row's order."""
-    return torch.baddbmm(points.square().sum(-1)[:, None], queries, points.mT, alpha=-2)
-
-
-def _in_one_product(queries: Tensor, points: Tensor) -> Tensor:
-    """The same, ‖p‖² being one more dimension, in which a query is 1: to add it apart takes a GPU a third as long."""
-    spare = 3 - queries.shape[-1] % 4  # products like rows of whole fours
-    q = F.pad(F.pad(-2 * queries, (0, 1), value=1.0), (0, spare))
-    p = F.pad(torch.cat((points, points.square().sum(-1, keepdim=True)), -1), (0, spare))
-    return q @ p.mT
+    return points.square().sum(-1)[:, None] - 2 * product(queries, points.mT)
 
 
 @torch.no_grad()

@@ -1,16 +1,72 @@
-"""Kernels k(a, b) over rows, (…, n, d) × (…, m, d) → (…, n, m), and how wide they should be.
+"""Kernels k(a, b) over rows, (…, n, d) × (…, m, d) → (…, n, m), Eq. (7): values with their distance and their width.
 
-To add one: write a function with this signature and add one line to KERNELS.
+To add one: write a function with the signature of `rbf` and add one line to KERNELS.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Kernel = Callable[..., Tensor]
+from curvssl.names import unknown
 
 MEDIAN_POINTS = 512  # the median heuristic looks at the pairs of at most this many points
+GAMMAS = ("median", "scale", "auto")
+
+Distance = Callable[[Tensor, Tensor], Tensor]  # (…, n, d) × (…, m, d) → (…, n, m)
+
+
+# ---- products in full precision ----
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b with all digits of float32, also where torch may take TF32 or bfloat16 for such products."""
+    if a.dtype == torch.float32 and _rounds(a.device.type):
+        return exact_product(a, b)
+    return a @ b
+
+
+@torch._dynamo.assume_constant_result
+def _rounds(device: str) -> bool:
+    """Whether torch may round the factors of a float32 product on this kind of device."""
+    return device in ("cpu", "cuda") and _settings(device).fp32_precision in ("tf32", "bf16")
+
+
+def _settings(device: str) -> Any:
+    backends: Any = torch.backends
+    return backends.cuda.matmul if device == "cuda" else backends.mkldnn.matmul
+
+
+@torch.library.custom_op("curvssl::exact_product", mutates_args=())
+def exact_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, whatever torch's settings allow. One operation, so that its gradient and a compiler keep to that too."""
+    settings = _settings(a.device.type)
+    before = settings.fp32_precision
+    settings.fp32_precision = "ieee"
+    try:
+        return a @ b
+    finally:
+        settings.fp32_precision = before
+
+
+@exact_product.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b
+
+
+def _product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = ctx.saved_tensors
+    return exact_product(grad, b.mT).sum_to_size(a.shape), exact_product(a.mT, grad).sum_to_size(b.shape)
+
+
+exact_product.register_autograd(
+    _product_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+# ---- distances and directions ----
 
 
 def unit(x: Tensor) -> Tensor:
@@ -27,8 +83,16 @@ def inverse_root(square: Tensor) -> Tensor:
 
 def squared_distances(a: Tensor, b: Tensor) -> Tensor:
     """‖a_i − b_j‖², (…, n, d) × (…, m, d) → (…, n, m), by one matrix product."""
-    square = a.square().sum(-1)[..., :, None] + b.square().sum(-1)[..., None, :] - 2 * a @ b.mT
+    square = a.square().sum(-1)[..., :, None] + b.square().sum(-1)[..., None, :] - 2 * product(a, b.mT)
     return square.clamp_min(0)  # ‖a‖²+‖b‖²−2ab can dip below 0 in float32
+
+
+def city_block(a: Tensor, b: Tensor) -> Tensor:
+    """‖a_i − b_j‖₁."""
+    return torch.cdist(a, b, p=1.0)
+
+
+# ---- the kernels ----
 
 
 def rbf(a: Tensor, b: Tensor, *, gamma: Tensor | float) -> Tensor:
@@ -38,74 +102,102 @@ def rbf(a: Tensor, b: Tensor, *, gamma: Tensor | float) -> Tensor:
 
 def laplacian(a: Tensor, b: Tensor, *, gamma: Tensor | float) -> Tensor:
     """exp(−γ ‖a − b‖₁)."""
-    return torch.exp(-gamma * torch.cdist(a, b, p=1.0))
+    return torch.exp(-gamma * city_block(a, b))
 
 
 def linear(a: Tensor, b: Tensor, *, gamma: Tensor | float) -> Tensor:
     """⟨a, b⟩; γ plays no part."""
-    return a @ b.mT
+    return product(a, b.mT)
 
 
 def polynomial(a: Tensor, b: Tensor, *, gamma: Tensor | float) -> Tensor:
     """(γ ⟨a, b⟩ + 1)³."""
-    return (gamma * (a @ b.mT) + 1) ** 3
+    return (gamma * product(a, b.mT) + 1) ** 3
 
 
 def cosine(a: Tensor, b: Tensor, *, gamma: Tensor | float) -> Tensor:
     """⟨a, b⟩ / (‖a‖ ‖b‖); γ plays no part, and a zero vector has cosine 0 with everything."""
-    return unit(a) @ unit(b).mT
+    return product(unit(a), unit(b).mT)
 
 
-KERNELS: dict[str, Kernel] = {
-    "rbf": rbf,
-    "laplacian": laplacian,
-    "linear": linear,
-    "polynomial": polynomial,
-    "cosine": cosine,
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel with what the geometry needs to know of it.
+
+    gram: k(a, b; γ) over rows.
+    distance: puts points in the same order as ‖φ(a) − φ(b)‖; None is that distance itself, Eq. (8), from `gram`.
+    centred: k depends on a − b alone and k(x, x) = 1, so a neighbourhood's centre cancels between two of its edges.
+    spread: a distance s for which γ = 1 / s is a good width, for γ = "median".
+    """
+
+    gram: Callable[..., Tensor]
+    distance: Distance | None = None
+    centred: bool = False
+    spread: Distance = lambda a, b: 2 * squared_distances(a, b)
+
+    def __call__(self, a: Tensor, b: Tensor, *, gamma: Tensor | float) -> Tensor:
+        return self.gram(a, b, gamma=gamma)
+
+
+KERNELS = {
+    "rbf": Kernel(rbf, distance=squared_distances, centred=True),
+    "laplacian": Kernel(laplacian, distance=city_block, centred=True, spread=city_block),
+    "linear": Kernel(linear, distance=squared_distances),
+    "polynomial": Kernel(polynomial),
+    "cosine": Kernel(cosine),
 }
 
-# These see only a − b, so the centre of a neighbourhood cancels between two of its edges, and k(x, x) = 1.
-SHIFT_INVARIANT = ("rbf", "laplacian")
+# A name, a kernel, one of the functions above, or any (a, b) → Gram matrix.
+AnyKernel = str | Kernel | Callable[..., Tensor]
 
 
-def resolve(kernel: str | Kernel) -> Kernel:
-    """The function behind a kernel's name; a callable is taken as it is."""
-    if callable(kernel):
-        return lambda a, b, *, gamma: kernel(a, b)
-    if kernel not in KERNELS:
-        raise ValueError(
-            f"unknown kernel {kernel!r}; known: {', '.join(KERNELS)}, or any callable (a, b) -> Gram matrix"
-        )
-    return KERNELS[kernel]
+def resolve(kernel: AnyKernel) -> Kernel:
+    """The kernel that is meant; a function from outside is taken as a Gram matrix without a width."""
+    if isinstance(kernel, Kernel):
+        return kernel
+    if isinstance(kernel, str):
+        if kernel not in KERNELS:
+            raise ValueError(f"{unknown('kernel', kernel, KERNELS)}, or any callable (a, b) → Gram matrix")
+        return KERNELS[kernel]
+    for known in KERNELS.values():
+        if kernel is known.gram:
+            return known
+    return Kernel(lambda a, b, *, gamma: kernel(a, b))
+
+
+def check_gamma(gamma: float | str) -> None:
+    """An error for what is no width."""
+    if isinstance(gamma, str):
+        if gamma not in GAMMAS:
+            raise ValueError(f"{unknown('gamma', gamma, GAMMAS)}, or a positive number")
+    elif not 0 < gamma < torch.inf:
+        raise ValueError(f"gamma={gamma} needs to be a positive number, or 'median', 'scale', 'auto'")
 
 
 @torch.no_grad()
-def kernel_width(x: Tensor, *, kernel: str | Kernel, gamma: float | str) -> Tensor:
+def kernel_width(x: Tensor, *, kernel: AnyKernel, gamma: float | str) -> Tensor:
     """γ for the points x (v, n, d), one for each of the v sets, (v, 1, 1); never part of the gradient.
 
     A number stands for itself. "auto" is 1/d and "scale" is 1/(d · Var x), as in scikit-learn's SVC. "median" is
-    1/(2m²), and 1/m for the Laplacian's ‖·‖₁, with m the distance from the others at which the typical point lies: the
-    median over the points of each one's median distance. A width that the data cannot give, because all points are
-    equal, is 1.
+    1/(2m²), and 1/m for the Laplacian's ‖·‖₁. There m is a median of medians: the median over the points of each
+    point's median distance to the others, which is near the usual median over all pairs but not the same number. Of
+    more than 512 points, every second, third, … row is taken, so that at most 512 are left. A width that the data
+    cannot give, because all points are equal, is 1.
     """
+    check_gamma(gamma)
     if not isinstance(gamma, str):
-        if not gamma > 0:
-            raise ValueError(f"gamma={gamma} needs to be a positive number, or 'median', 'scale', 'auto'")
         width = torch.full((len(x),), float(gamma), dtype=x.dtype, device=x.device)
     elif gamma == "auto":
         width = torch.full((len(x),), 1 / x.shape[-1], dtype=x.dtype, device=x.device)
     elif gamma == "scale":
         width = _inverse(x.shape[-1] * x.flatten(1).var(1, correction=0))
-    elif gamma == "median":
+    else:
         sample = x[:, :: -(-x.shape[1] // MEDIAN_POINTS)]
         sample = sample - sample.mean(1, keepdim=True)
-        city_block = kernel == "laplacian"
-        distance = torch.cdist(sample, sample, p=1.0) if city_block else 2 * squared_distances(sample, sample)
+        distance = resolve(kernel).spread(sample, sample)
         itself = torch.eye(sample.shape[1], dtype=torch.bool, device=x.device)
-        # A median of medians, because rows side by side take a GPU an eighth of the time of all pairs in one row.
+        # Medians row by row take an eighth of the time of one over all pairs.
         width = _inverse(distance.masked_fill(itself, torch.inf).median(2).values.median(1).values)
-    else:
-        raise ValueError(f"unknown gamma {gamma!r}; use a positive number, 'median', 'scale' or 'auto'")
     return width[:, None, None]
 
 

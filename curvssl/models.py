@@ -1,8 +1,11 @@
 """The encoder f and the projector g."""
 
 import difflib
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,15 +31,9 @@ class ResNetMini(nn.Module):
         return self.stages(self.stem(x)).mean((2, 3))
 
 
-def seek_fastest_convolutions() -> None:
-    """For training, which meets the same shapes again and again: cuDNN times all its algorithms, not the first ten."""
-    torch.backends.cudnn.benchmark = True
-    torch.backends.cudnn.benchmark_limit = 0
-
-
 @contextmanager
 def no_search() -> Iterator[None]:
-    """Without the search for the fastest convolutions that training turns on: for shapes that are met for a moment."""
+    """Without cuDNN's search for the fastest convolutions, which training turns on: for shapes met for a moment."""
     searches = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = False
     try:
@@ -45,17 +42,36 @@ def no_search() -> Iterator[None]:
         torch.backends.cudnn.benchmark = searches
 
 
-def make_encoder(name: str, *, stem: str = "imagenet", channels: int = 3) -> nn.Module:
-    """A backbone that maps (b, channels, H, W) to (b, d_h): resnet18, resnet-mini or timm:NAME."""
-    if name.startswith("timm:"):
-        return _timm(name.removeprefix("timm:"), channels=channels)
-    if name == "resnet-mini":
-        return ResNetMini(channels=channels)
-    if name != "resnet18":
-        raise unknown("encoder", name, ("resnet18", "resnet-mini", "timm:NAME"))
-    from torchvision.models import resnet18
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Float32 with all its digits: torch lets CUDA's convolutions round to TF32 unless told otherwise."""
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    kinds: list[Any] = [cudnn.conv, cudnn.rnn, matmul]  # type: ignore[attr-defined]
+    before = [kind.fp32_precision for kind in kinds]
+    cudnn.allow_tf32 = matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32 = before[0] == "tf32"  # torch wants both of cuDNN's kinds set by one name or by two
+        for kind, precision in zip(kinds, before, strict=True):
+            if kind.fp32_precision != precision:
+                kind.fp32_precision = precision
 
-    net = resnet18(weights=None)
+
+def make_encoder(name: str, *, stem: str = "imagenet", channels: int = 3, size: int = 224) -> nn.Module:
+    """A backbone that maps (b, channels, size, size) to (b, d_h): one of ENCODERS, or timm:NAME."""
+    if name.startswith("timm:"):
+        return _timm(name.removeprefix("timm:"), channels=channels, size=size)
+    if name not in ENCODERS:
+        raise unknown("encoder", name, (*ENCODERS, "timm:NAME"))
+    return ENCODERS[name](stem=stem, channels=channels)
+
+
+def _resnet(name: str, *, stem: str, channels: int) -> nn.Module:
+    """torchvision's, without its classifier; the stem `small` keeps the resolution."""
+    from torchvision import models
+
+    net = getattr(models, name)(weights=None)
     net.fc = nn.Identity()  # h is what the average pool gives
     if stem == "small":
         net.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
@@ -65,15 +81,63 @@ def make_encoder(name: str, *, stem: str = "imagenet", channels: int = 3) -> nn.
     return net
 
 
-def _timm(name: str, *, channels: int) -> nn.Module:
+ENCODERS: dict[str, Callable[..., nn.Module]] = {
+    "resnet18": partial(_resnet, "resnet18"),
+    "resnet50": partial(_resnet, "resnet50"),
+    "resnet-mini": lambda *, stem, channels: ResNetMini(channels=channels),  # it has one stem
+}
+
+
+def _timm(name: str, *, channels: int, size: int) -> nn.Module:
     try:
         import timm
     except ModuleNotFoundError:
         raise UserError(f"encoder timm:{name} needs timm: pip install 'curvssl[timm]'") from None
-    if name not in timm.list_models():
-        known = timm.list_models()  # more than a thousand: the nearest will do
+    known = timm.list_models()
+    if name not in known:  # more than a thousand are: the nearest will do
         raise unknown("timm backbone", name, [*difflib.get_close_matches(name, known, n=5, cutoff=0), "…"])
-    return timm.create_model(name, pretrained=False, num_classes=0, in_chans=channels)
+    make = partial(timm.create_model, name, pretrained=False, num_classes=0, in_chans=channels)
+    numbers = torch.get_rng_state()
+    with _taking(size):
+        try:
+            net = make(img_size=size)
+        except TypeError as error:  # networks that take any size, like ResNets, do not know the word
+            if "img_size" not in str(error):
+                raise
+            torch.set_rng_state(numbers)  # the seed gives the same weights, however far the first attempt came
+            net = make()
+    for part in net.modules():
+        if isinstance(part, timm.layers.PatchEmbed) and not part.dynamic_img_pad:
+            _check_patches(name, known, patch=max(part.patch_size), size=size)
+            break  # later ones cut features, not images
+    return net
+
+
+def _check_patches(name: str, known: Sequence[str], *, patch: int, size: int) -> None:
+    """timm would leave the pixels behind the last whole patch out, without a word."""
+    if size % patch == 0:
+        return
+    below = size // patch * patch
+    advice = "use --image-size " + " or ".join(str(near) for near in (below, below + patch) if near)
+    names = {p: re.sub(r"patch\d+", f"patch{p}", name) for p in range(1, size + 1) if size % p == 0}
+    others = [p for p in names if names[p] != name and names[p] in known]
+    if others:
+        advice += f", or --encoder timm:{names[min(others, key=lambda p: abs(p - patch))]}"
+    raise UserError(
+        f"timm:{name} cuts images into patches of {patch}×{patch}, which do not fill {size}×{size}: {advice}"
+    )
+
+
+@contextmanager
+def _taking(size: int) -> Iterator[None]:
+    """What a network raises at a size that it cannot take, in one line."""
+    try:
+        yield
+    except (RuntimeError, AssertionError, ValueError, ArithmeticError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"the encoder does not take images of {size}×{size} ({reason}): use another --image-size or --encoder"
+        ) from None
 
 
 def make_projector(d_h: int, *, width: int, depth: int, d_z: int, norm: bool) -> nn.Module:
@@ -121,12 +185,26 @@ def per_view(net: nn.Module) -> None:
 
 
 def make_net(
-    *, encoder: str, stem: str, channels: int, size: int, width: int, depth: int, d_z: int, norm: bool, seed: int
+    *,
+    encoder: str | nn.Module,
+    stem: str,
+    channels: int,
+    size: int,
+    width: int,
+    depth: int,
+    d_z: int,
+    norm: bool,
+    seed: int,
 ) -> Net:
-    """Encoder and projector with the weights that the seed gives; the caller's random state is left alone."""
+    """Encoder and projector with the weights that the seed gives; the caller's random state is left alone.
+
+    An encoder that is a module keeps its own weights.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        f = make_encoder(encoder, stem=stem, channels=channels)
+        f = encoder
+        if not isinstance(f, nn.Module):
+            f = make_encoder(f, stem=stem, channels=channels, size=size)
         d_h = feature_dim(f, channels=channels, size=size)
         g = make_projector(d_h, width=width, depth=depth, d_z=d_z, norm=norm)
     return Net(f, g)
@@ -137,8 +215,10 @@ def feature_dim(encoder: nn.Module, *, channels: int, size: int) -> int:
     """d_h, seen from one blank image."""
     training = encoder.training
     try:
-        return encoder.eval()(torch.zeros(1, channels, size, size)).shape[1]
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"the encoder does not take images of {size}×{size}: {str(error).splitlines()[0]}") from None
+        with _taking(size):
+            h = encoder.eval()(torch.zeros(1, channels, size, size))
     finally:
         encoder.train(training)
+    if h.ndim != 2:
+        raise UserError(f"the encoder gives {tuple(h.shape[1:])} an image, not one vector: use another --encoder")
+    return h.shape[1]

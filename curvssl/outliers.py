@@ -12,7 +12,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from curvssl.geometry import kernel_neighbors, kernel_scores, neighbors_of, scores
-from curvssl.kernels import SHIFT_INVARIANT, Kernel, kernel_width, resolve
+from curvssl.kernels import AnyKernel, kernel_width, resolve
 
 FENCE = 1.5  # Tukey's: past this many interquartile ranges beyond the quartile lie 0.35 % of a normal distribution
 
@@ -34,8 +34,7 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
     n_neighbors : int, default=10
         Neighbours of each point, k: 2 or more. More than n_samples − 1 are clipped to that, with a warning.
     kernel : None, str or callable, default=None
-        None is the curvature of Eq. (6). A name (rbf, laplacian, linear, polynomial, cosine) or a callable
-        (a, b) → Gram matrix is that of Eq. (10), as in `curvssl.kernel_curvature`.
+        None is the curvature of Eq. (6). A kernel, as in `curvssl.kernel_curvature`, gives that of Eq. (10).
     gamma : float, "median", "scale" or "auto", default="median"
         Width of the kernel, found on the training points; without a kernel it plays no part.
     contamination : "auto" or float in (0, 0.5], default="auto"
@@ -61,7 +60,7 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
     def __init__(
         self,
         n_neighbors: int = 10,
-        kernel: str | Kernel | None = None,
+        kernel: AnyKernel | None = None,
         gamma: float | str = "median",
         contamination: float | str = "auto",
     ) -> None:
@@ -112,11 +111,13 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
             nominees = neighbors_of(queries, points, k=k + 1, first=None)
             curvature = scores(queries, points, neighbors=_without_twin(queries, points, nominees))
         else:
-            width = torch.tensor(self._width)
-            nominees = kernel_neighbors(queries, points, k=k + 1, kernel=self.kernel, width=width, first=None)
+            kernel, width = resolve(self.kernel), torch.tensor(self._width)
+            nominees = kernel_neighbors(queries, points, k=k + 1, kernel=kernel, width=width, first=None)
             neighbors = _without_twin(queries, points, nominees)
-            curvature = kernel_scores(queries, points, kernel=self.kernel, width=width, neighbors=neighbors)
-        return (curvature if self.kernel in SHIFT_INVARIANT else -curvature)[0].numpy()
+            curvature = kernel_scores(queries, points, kernel=kernel, width=width, neighbors=neighbors)
+            if kernel.centred:
+                return curvature[0].numpy()
+        return -curvature[0].numpy()
 
     def _check_parameters(self) -> None:
         if not isinstance(self.n_neighbors, Integral) or self.n_neighbors < 2:

@@ -11,16 +11,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from curvssl.config import PretrainConfig, UserError
+from curvssl.config import FREE, PretrainConfig, UserError
 from curvssl.files import write_atomic, write_bytes, write_json
+from curvssl.methods import OWN
 
 if TYPE_CHECKING:
     from torch import nn
 
     from curvssl.models import Net
-
-# What may differ between two commands that continue the same run: none of it decides what is learned.
-FREE = ("device", "step", "checkpoint_seconds")
 
 
 @dataclass(frozen=True)
@@ -120,13 +118,18 @@ class Run:
             weights = {k: v.detach().cpu().contiguous() for k, v in getattr(net, name).state_dict().items()}
             write_bytes(self.path / f"{name}.safetensors", save(weights, metadata={"channels": str(channels)}))
 
-    def make_net(self, *, channels: int) -> "Net":
-        """The untrained network of this run."""
+    def make_net(self, *, channels: int, encoder: "nn.Module | None" = None) -> "Net":
+        """The untrained network of this run; an encoder that was given in Python has to be given again."""
         from curvssl.models import make_net
 
         c = self.config
+        if c.encoder == OWN and encoder is None:
+            raise UserError(
+                f"the encoder of {self.path} was given to curvssl.pretrain in Python: "
+                "curvssl.load_encoder(path, encoder=…) puts its weights into such a module"
+            )
         return make_net(
-            encoder=c.encoder,
+            encoder=encoder or c.encoder,
             stem=c.stem,
             channels=channels,
             size=c.image_size,
@@ -137,8 +140,8 @@ class Run:
             seed=c.seed,
         )
 
-    def load_net(self) -> "Net":
-        """Encoder and projector of a finished run, in eval mode."""
+    def load_net(self, *, encoder: "nn.Module | None" = None) -> "Net":
+        """Encoder and projector of a finished run, in eval mode; an own encoder's weights go into the one given."""
         from safetensors import safe_open
 
         if not self.finished:
@@ -148,7 +151,7 @@ class Run:
             with safe_open(self.path / f"{name}.safetensors", "pt") as file:
                 weights[name] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
                 channels = int(file.metadata()["channels"])
-        net = self.make_net(channels=channels)
+        net = self.make_net(channels=channels, encoder=encoder)
         net.encoder.load_state_dict(weights["encoder"])
         net.projector.load_state_dict(weights["projector"])
         return net.eval()
@@ -158,10 +161,13 @@ class Run:
         return json.loads(file.read_text()) if file.exists() else {}
 
 
-def load_encoder(path: str | Path) -> "nn.Module":
-    """The trained encoder of a finished run, in eval mode: from a run directory or its encoder.safetensors."""
+def load_encoder(path: str | Path, *, encoder: "nn.Module | None" = None) -> "nn.Module":
+    """The trained encoder of a finished run, in eval mode: from a run directory or its encoder.safetensors.
+
+    Of a run that was given its encoder in Python, the weights go into `encoder`, a module of the same kind.
+    """
     path = Path(path)
-    return Run.read(path.parent if path.suffix == ".safetensors" else path).load_net().encoder
+    return Run.read(path.parent if path.suffix == ".safetensors" else path).load_net(encoder=encoder).encoder
 
 
 def provenance(*, device: str) -> dict[str, Any]:

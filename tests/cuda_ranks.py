@@ -18,7 +18,7 @@ from torch import nn
 
 from curvssl import ranks as distributed
 from curvssl.config import AugmentConfig, PretrainConfig
-from curvssl.data import stream
+from curvssl.data import memory
 from curvssl.evaluate.runs import embed, probe
 from curvssl.rundir import Run
 from curvssl.train import loop as train
@@ -44,9 +44,9 @@ def eager(folder: Path) -> dict[str, Any]:
     with ranks.double_precision():
         for method in METHODS:
             train.pretrain(config(folder, method=method), out=folder / f"two-{method}", progress=False)
-        fits, stream.fits = stream.fits, lambda *_, **__: False
+        fits, memory.fits = memory.fits, lambda *_, **__: False
         train.pretrain(config(folder, epochs=3), out=folder / "two-streamed", progress=False)
-        stream.fits = fits
+        memory.fits = fits
         found["stopped"] = ranks.interrupted(config(folder), folder / "two-then-one", here=distributed.rank() == 1)
         run = Run.read(folder / "two-curvssl")
         embed(run, folder / "seven.npy", out=folder / "two-seven.npz")

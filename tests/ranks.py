@@ -26,7 +26,7 @@ from torch import Tensor
 from curvssl import losses
 from curvssl import ranks as distributed
 from curvssl.config import AugmentConfig, PretrainConfig, UserError, demo
-from curvssl.data import stream
+from curvssl.data import memory
 from curvssl.evaluate.runs import embed, probe
 from curvssl.models import Net
 from curvssl.rundir import Run
@@ -130,9 +130,9 @@ def everything(folder: Path) -> dict[str, Any]:
     found["exchanged"] = {method: counted(loss, images=12, d=8) for method, loss in criteria.items()}
     for method in METHODS:
         train.pretrain(config(folder, method=method), out=folder / f"two-{method}", progress=False)
-    fits, stream.fits = stream.fits, lambda *_, **__: False
+    fits, memory.fits = memory.fits, lambda *_, **__: False
     train.pretrain(config(folder, epochs=3), out=folder / "two-streamed", progress=False)
-    stream.fits = fits
+    memory.fits = fits
     found["stopped"] = interrupted(config(folder), folder / "two-then-one", here=rank == 1)
     train.pretrain(config(folder), out=folder / "one-then-two", progress=False)
 

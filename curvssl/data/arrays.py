@@ -1,9 +1,7 @@
 """One uint8 array on disk, .npy or .npz, as images (N, C, H, W) and labels."""
 
-import dataclasses
 import zipfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +10,23 @@ import torch
 from torch import Tensor
 
 from curvssl.config import UserError
-from curvssl.data.decode import why
-from curvssl.data.stream import Bad, blank, in_batches
+from curvssl.data.images import Bad, Images, blank, why
 
 
 @dataclass(frozen=True)
-class ArrayImages:
-    """Rows of one array, which may be memory-mapped; see `Source`."""
+class ArrayImages(Images):
+    """Rows of one array, which may be memory-mapped."""
 
     path: Path
-    pixels: np.ndarray  # uint8 (n, C, H, W), a view of the file
-    rows: Tensor  # int64 (N,)
-    bad: Bad = field(default_factory=dict)  # stays empty
+    array: np.ndarray  # uint8 (n, C, H, W), a view of the file
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return (len(self.rows), *self.pixels.shape[1:])
+        return (len(self.rows), *self.array.shape[1:])
 
     @property
-    def files(self) -> int:
-        return len(self.pixels)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, rows: Tensor | slice) -> "ArrayImages":
-        return dataclasses.replace(self, rows=self.rows[rows])
+    def source_size(self) -> int:
+        return len(self.array)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopened, (self.path, self.rows)  # to another process goes the path, not the pixels
@@ -45,21 +34,15 @@ class ArrayImages:
     def read(self, rows: list[int], *, stand_ins: bool) -> tuple[Tensor, Bad]:
         read = blank((len(rows), *self.shape[1:]))
         for pixels, row in zip(read.numpy(), self.rows[rows].tolist(), strict=True):
-            pixels[:] = self.pixels[row]
+            pixels[:] = self.array[row]
         return read, {}
 
-    def places(self) -> Tensor:
-        return torch.arange(len(self))
-
     def here(self) -> str:
-        return f"an array {self.pixels.shape}"
-
-    def split(self, size: int) -> Iterator[Tensor]:
-        return in_batches(self, size)
+        return f"an array {self.array.shape}"
 
 
 def _reopened(path: Path, rows: Tensor) -> ArrayImages:
-    return ArrayImages(path, open_array(path)[0], rows)
+    return ArrayImages(rows, path, open_array(path)[0])
 
 
 def open_array(path: Path) -> tuple[np.ndarray, Tensor | None, tuple[str, ...]]:
@@ -96,7 +79,7 @@ def _entries(path: Path) -> dict[str, np.ndarray]:
         return {name: file[name] for name in file.files}
 
 
-def channels_first(pixels: np.ndarray, *, path: Path) -> np.ndarray:
+def channels_first(pixels: np.ndarray, *, path: Path | str) -> np.ndarray:
     """(N, H, W), (N, H, W, C) or (N, C, H, W) as (N, C, H, W), a view.
 
     Of the second and the last axis, the channels are the one that differs from the two others if these are equal

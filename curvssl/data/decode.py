@@ -37,14 +37,18 @@ def decode(path: str, *, canvas: int, channels: int) -> np.ndarray:
         # A JPEG decoder halves images for nearly nothing; the last halving is left to the resize, which is finer.
         image.draft("L" if channels == 1 else None, (2 * canvas, 2 * canvas))
         ImageOps.exif_transpose(image, in_place=True)
-        flat = flattened(image, mode="L" if channels == 1 else "RGB")
-        width, height = flat.size
-        side = min(width, height)
-        left, top = (width - side) // 2, (height - side) // 2
-        square = flat.crop((left, top, left + side, top + side))
+        square = central_square(flattened(image, mode="L" if channels == 1 else "RGB"))
         square = square.resize((canvas, canvas), Image.Resampling.BILINEAR)
     pixels = np.asarray(square)
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+
+
+def central_square(image: Any) -> Any:
+    """The largest square in the middle of an image."""
+    width, height = image.size
+    side = min(width, height)
+    left, top = (width - side) // 2, (height - side) // 2
+    return image.crop((left, top, left + side, top + side))
 
 
 def flattened(image: Any, *, mode: str) -> Any:
@@ -61,12 +65,6 @@ def flattened(image: Any, *, mode: str) -> Any:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image if image.mode == mode else image.convert(mode)
-
-
-def why(error: Exception) -> str:
-    """The error in a few words."""
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return f"{type(error).__name__}: {' '.join(text.split())[:200]}"
 
 
 def _opened(path: str) -> Any:

@@ -7,10 +7,9 @@ other layout has none. A tenth of the images, drawn once and for all, is the tes
 import dataclasses
 import hashlib
 import os
-import random
 from array import array as packed
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,14 @@ from torch import Tensor
 
 from curvssl.config import UserError
 from curvssl.data.arrays import ArrayImages, open_array
-from curvssl.data.decode import SUFFIXES, decode, header, is_image, why
-from curvssl.data.named import Dataset, Split
-from curvssl.data.stream import Bad, blank, check_share, in_batches, own_cores, stream
+from curvssl.data.decode import SUFFIXES, decode, header, is_image
+from curvssl.data.images import Bad, DecodedImages, Images, check_share, own_cores, why
+from curvssl.data.named import Dataset, Split, moments
+from curvssl.data.order import test_split
 from curvssl.files import say, write_bytes
 
 CANVAS = 1.15  # times the image size: the side of the squares that files are decoded to
 SAMPLE = 1000  # images that decide the canvas, the channels, mean and standard deviation
-TEST_SHARE = 10  # one in so many
-ATTEMPTS = 100  # files tried in place of one that cannot be read
 
 
 # ---- a folder
@@ -53,65 +51,32 @@ class Names:
 
 
 @dataclass(frozen=True)
-class FolderImages:
-    """Files that are decoded when they are read; see `Source`."""
+class FolderImages(DecodedImages):
+    """Files that are decoded when they are read."""
 
     root: str
-    names: Names  # of all files, relative to the root
-    rows: Tensor  # int64 (N,): which of them these are
-    channels: int
-    canvas: int
-    bad: Bad = field(default_factory=dict)
+    files: Names  # of all files, relative to the root
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return len(self.rows), self.channels, self.canvas, self.canvas
+    def source_size(self) -> int:
+        return len(self.files)
 
     @property
-    def files(self) -> int:
-        return len(self.names)
+    def names(self) -> list[str]:
+        return [self.files[file] for file in self.rows.tolist()]
 
-    def __len__(self) -> int:
-        return len(self.rows)
+    def name(self, image: int) -> str:
+        return self.files[image]
 
-    def __getitem__(self, rows: Tensor | slice) -> "FolderImages":
-        return dataclasses.replace(self, rows=self.rows[rows])
-
-    def read(self, rows: list[int], *, stand_ins: bool) -> tuple[Tensor, Bad]:
-        read = blank((len(rows), *self.shape[1:]))
-        pixels = read.numpy()
-        bad: Bad = {}
-        for i, row in enumerate(rows):
-            first = int(self.rows[row])
-            for file in self._in_place_of(first) if stand_ins else (first,):
-                if file in bad or file in self.bad:
-                    continue
-                try:
-                    pixels[i] = decode(self.path(file), canvas=self.canvas, channels=self.channels)
-                    break
-                except Exception as error:  # a damaged file can raise nearly anything
-                    bad[file] = f"{self.names[file]}: {why(error)}"
-        return read, bad
-
-    def split(self, size: int) -> Iterator[Tensor]:
-        return in_batches(self, size)
-
-    def places(self) -> Tensor:
-        return (~torch.isin(self.rows, torch.tensor(sorted(self.bad), dtype=torch.int64))).nonzero()[:, 0]
+    def decode(self, image: int) -> np.ndarray:
+        return decode(self.path(image), canvas=self.canvas, channels=self.channels)
 
     def here(self) -> str:
-        sample = _spread(len(self.names)).tolist()
+        sample = spread(len(self.files)).tolist()
         return f"{sum(os.path.exists(self.path(file)) for file in sample):,} of {len(sample):,} files looked for"
 
     def path(self, file: int) -> str:
-        return os.path.join(self.root, self.names[file])
-
-    def _in_place_of(self, file: int) -> Iterator[int]:
-        """The file, then others of this part at random; the same ones on every rank and in every epoch."""
-        yield file
-        drawn = random.Random(file)
-        for _ in range(ATTEMPTS):
-            yield int(self.rows[drawn.randrange(len(self.rows))])
+        return os.path.join(self.root, self.files[file])
 
 
 def folder(path: str, *, size: int) -> Dataset:
@@ -175,9 +140,9 @@ def framed(root: Path, names: Names, *, size: int) -> FolderImages:
     One channel if all are grey. The canvas is a little larger than the views, but no larger than the median image:
     small images are left as they are.
     """
-    images = FolderImages(str(root), names, torch.arange(len(names)), channels=3, canvas=round(CANVAS * size))
+    images = FolderImages(torch.arange(len(names)), 3, round(CANVAS * size), str(root), names)
     sides, greys = [], []
-    sample = _spread(len(names)).tolist()
+    sample = spread(len(names)).tolist()
     for file in sample:
         try:
             side, grey = header(images.path(file))
@@ -198,7 +163,7 @@ def array(path: str, *, size: int) -> Dataset:
     pixels, labels, classes = open_array(file)
     if len(pixels) < 2:
         raise UserError(f"{path} holds {len(pixels)} images: pretraining compares images, so give it many")
-    images = ArrayImages(file, pixels, torch.arange(len(pixels)))
+    images = ArrayImages(torch.arange(len(pixels)), file, pixels)
     return _dataset(f"array:{path}", images, labels, classes, {})
 
 
@@ -216,23 +181,19 @@ def write_bad_images(path: Path, bad: Bad) -> None:
         write_bytes(path, "".join(f"{bad[file]}\n" for file in sorted(bad)).encode(errors="surrogateescape"))
 
 
-def open_images(path: Path, *, canvas: int, channels: int) -> FolderImages | ArrayImages:
+def open_images(path: Path, *, canvas: int, channels: int) -> Images:
     """All images of a folder or an array file, in order; files are decoded to this canvas and 1 or 3 channels."""
     if path.is_dir():
         names = list_images(path)
-        return FolderImages(str(path), names, torch.arange(len(names)), 1 if channels == 1 else 3, canvas)
+        return FolderImages(torch.arange(len(names)), 1 if channels == 1 else 3, canvas, str(path), names)
     pixels, _, _ = open_array(path)
-    return ArrayImages(path, pixels, torch.arange(len(pixels)))
+    return ArrayImages(torch.arange(len(pixels)), path, pixels)
 
 
 def _dataset(
-    name: str,
-    images: FolderImages | ArrayImages,
-    labels: Tensor | None,
-    classes: tuple[str, ...],
-    sha256: dict[str, str],
+    name: str, images: Images, labels: Tensor | None, classes: tuple[str, ...], sha256: dict[str, str]
 ) -> Dataset:
-    fit, held = held_out(len(images))
+    fit, held = test_split(len(images))
     train, test = (Split(images[rows], None if labels is None else labels[rows]) for rows in (fit, held))
     mean, std, digest = statistics(images[fit])
     known = f"{len(classes)} classes" if classes else "no labels, so the kNN monitor and the probes are skipped"
@@ -241,30 +202,21 @@ def _dataset(
     return Dataset(name, train, test, classes, mean, std, sha256 | {"sample": digest})
 
 
-def held_out(n: int) -> tuple[Tensor, Tensor]:
-    """Row numbers of the train and the test split; the same for the same n, whatever the seed of a run."""
-    order = torch.from_numpy(np.random.RandomState(0).permutation(n))
-    held = max(1, n // TEST_SHARE)
-    return order[held:].sort().values, order[:held].sort().values
-
-
-def statistics(images: FolderImages | ArrayImages) -> tuple[tuple[float, ...], tuple[float, ...], str]:
+def statistics(images: Images) -> tuple[tuple[float, ...], tuple[float, ...], str]:
     """Mean and standard deviation per channel of a sample, on the scale 0..1, and the SHA-256 of its pixels."""
-    sample = _spread(len(images))
+    sample = spread(len(images))
     counts = torch.zeros(images.shape[1], 256, dtype=torch.float64)
     digest = hashlib.sha256(str(images.shape).encode())
-    for batch in stream(images, sample.split(32), workers=min(own_cores(), len(sample) // 128)):
+    for batch in images.batches(sample.split(32), workers=min(own_cores(), len(sample) // 128)):
         counts += torch.stack([torch.bincount(c.reshape(-1), minlength=256) for c in batch.unbind(1)])
         digest.update(batch.numpy().tobytes())
     if images.bad:
         check_share(len(images.bad), len(sample), example=next(iter(images.bad.values())))
-    share, values = counts / counts.sum(1, keepdim=True), torch.arange(256, dtype=torch.float64) / 255
-    mean = share @ values
-    std = (share * (values - mean[:, None]).square()).sum(1).sqrt()
+    mean, std = moments(counts)
     # A channel that never changes would otherwise be divided by zero.
-    return tuple(mean.tolist()), tuple(std.clamp_min(1 / 255).tolist()), digest.hexdigest()
+    return mean, tuple(max(value, 1 / 255) for value in std), digest.hexdigest()
 
 
-def _spread(n: int) -> Tensor:
+def spread(n: int) -> Tensor:
     """At most SAMPLE of 0 … n − 1, evenly spaced."""
     return torch.arange(n) if n <= SAMPLE else torch.arange(SAMPLE) * n // SAMPLE

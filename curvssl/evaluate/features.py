@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from curvssl import ranks
 from curvssl.collectives import rank
 from curvssl.config import UserError
-from curvssl.data.stream import Images
+from curvssl.data.images import Images
 from curvssl.data.views import prepare
 from curvssl.files import write_atomic
-from curvssl.models import no_search
+from curvssl.models import full_precision, no_search
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,11 @@ def extract(
     labels: Tensor | None = None,
     batch_size: int = 512,
     device: torch.device | str | None = None,
-    precision: str = "fp32",
 ) -> Features:
     """h = f(x) and z = g(h) of uint8 images (N, C, H, W), after the evaluation transform.
 
     Encoder and projector work in eval mode and come back as they were, every weight, buffer and mode. They work where
-    they lie, or are moved to `device`. `precision` is fp32, bf16 (autocast), or auto, which is bf16 on CUDA.
+    they lie, or are moved to `device`, in float32: features are computed in one precision, whoever asks for them.
     """
     if len(images) == 0:
         raise UserError("there is no image to make features of: give at least one")
@@ -60,9 +59,8 @@ def extract(
         for net in nets:
             net.to(device)
     place = next(encoder.parameters(), torch.empty(0)).device
-    bf16 = precision == "bf16" or (precision == "auto" and place.type == "cuda")
     hs, zs = [], []
-    with _eval_mode(nets), no_search(), torch.autocast(place.type, dtype=torch.bfloat16, enabled=bf16):
+    with _eval_mode(nets), no_search(), full_precision(), torch.autocast(place.type, enabled=False):
         for batch in images.split(batch_size):
             x = prepare(batch.to(place, non_blocking=True), size=size, mean=mean, std=std)
             hs.append(encoder(x))
@@ -88,19 +86,11 @@ def extract_over_ranks(
     parts = [part for part in ranks.from_all(part) if part is not None]
     h = torch.cat([part.h for part in parts])
     z = None if parts[0].z is None else torch.cat([part.z for part in parts if part.z is not None])
-    index = readable(images)
+    images.exchange_bad()
+    index = images.places()
     if len(index) == len(images):
         return Features(h, z, labels)
     return Features(h[index], None if z is None else z[index], None if labels is None else labels[index], index)
-
-
-def readable(images: Images) -> Tensor:
-    """Places of the images that have not turned out unreadable on any rank."""
-    if isinstance(images, Tensor):
-        return torch.arange(len(images))
-    for bad in ranks.from_all(dict(images.bad)):
-        images.bad.update(bad)
-    return images.places()
 
 
 @contextmanager

@@ -11,8 +11,8 @@ import torch
 
 from curvssl import ranks
 from curvssl.collectives import rank, world_size
-from curvssl.config import UserError
-from curvssl.data.folders import FolderImages, canvas_of, open_images, write_bad_images
+from curvssl.config import UserError, all_but_the_seed
+from curvssl.data.folders import canvas_of, open_images, write_bad_images
 from curvssl.data.named import Dataset, Split, describe, load_on_ranks
 from curvssl.data.views import resize
 from curvssl.evaluate import features
@@ -20,16 +20,11 @@ from curvssl.evaluate.features import Features, extract_over_ranks, raw_pixels
 from curvssl.evaluate.probes import PROBES, summary
 from curvssl.files import say, write_atomic, write_json
 from curvssl.geometry import curvature
-from curvssl.rundir import FREE, Run
+from curvssl.methods import title_of
+from curvssl.rundir import Run
 
 SPLITS = ("train", "test")
 PIXELS = 32
-NAMES = {
-    "barlow-twins": "Barlow Twins",
-    "vicreg": "VICReg",
-    "curvssl": "CurvSSL",
-    "kernel-curvssl": "kernel CurvSSL",
-}
 
 
 def dataset_of(run: Run, *, source: str = "auto") -> Dataset:
@@ -59,7 +54,6 @@ def features_of(run: Run, data: Dataset, split: str) -> Features:
             projector=net.projector,
             labels=part.labels,
             device=here(),
-            precision="auto",
         )
         if ranks.is_main():
             features.save(found, path)
@@ -99,8 +93,8 @@ def floors_of(run: Run, data: Dataset, *, seeds: Sequence[int]) -> dict[str, Any
 
 def pixels_of(part: Split) -> Features:
     """Raw pixels; those of images on disk at 32×32 at most, for a photograph's own would be 150,000 numbers."""
-    if isinstance(part.images, torch.Tensor):
-        return Features(h=raw_pixels(part.images), y=part.labels)
+    if part.images.pixels is not None:
+        return Features(h=raw_pixels(part.images.pixels), y=part.labels)
     size = min(PIXELS, *part.images.shape[2:])
     h = torch.cat([resize(batch.float() / 255, size=size).flatten(1) for batch in part.images.split(512)])
     index = part.images.places()
@@ -142,7 +136,7 @@ def draw_map(run: Run, *, of: str = "h", split: str = "test", source: str = "aut
     stem = run.path / f"map-{of}-{split}"
     xy = maps.umap(values, seed=seed)
     maps.save(xy, stem.with_name(stem.name + ".npz"), index=found.index)
-    title = f"{NAMES[run.config.method]} on {data.name}, {of} of the {split} images"
+    title = f"{title_of(run.config.method)} on {data.name}, {of} of the {split} images"
     if found.y is None:
         say(f"{data.name} has no labels: the map is coloured by curvature")
         scores = curvature(values, k=min(run.config.k, len(values) - 1))
@@ -175,8 +169,8 @@ def embed(run: Run, images: Path, *, out: Path) -> Features:
         )
         if ranks.is_main():
             arrays: dict[str, Any] = {"h": found.h.numpy()} | ({} if found.z is None else {"z": found.z.numpy()})
-            if isinstance(pixels, FolderImages):
-                arrays["path"] = np.array([pixels.names[i] for i in pixels.places().tolist()])
+            if pixels.names is not None:
+                arrays["path"] = np.array(pixels[pixels.places()].names)
                 write_bad_images(out.with_name(out.name + ".bad-images.txt"), pixels.bad)
             write_atomic(out, lambda file: np.savez(file, **arrays))
         return found
@@ -186,8 +180,7 @@ def compare(runs: Iterable[Run]) -> list[list[str]]:
     """One row for each group of runs that differ in their seed alone: mean ± standard deviation of every probe."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        same = run.config.to_dict() | dict.fromkeys(("seed", *FREE))
-        groups.setdefault(str(same), []).append(run)
+        groups.setdefault(all_but_the_seed(run.config.to_dict()), []).append(run)
     rows = []
     for members in groups.values():
         config = members[0].config
@@ -195,13 +188,15 @@ def compare(runs: Iterable[Run]) -> list[list[str]]:
         missing = [str(run.path) for run, probes in zip(members, found, strict=True) if not probes]
         if missing:
             raise UserError(f"not probed yet: {', '.join(missing)}; run curvssl probe on them first")
-        cells = [spread([probes[name]["mean"] for probes in found]) for name in PROBES]
-        rows.append([config.dataset, NAMES[config.method], str(len(members)), *cells])
+        cells = [spread([probes[name]["mean"] for probes in found if name in probes]) for name in PROBES]
+        rows.append([config.dataset, title_of(config.method), str(len(members)), *cells])
     return rows
 
 
 def spread(values: Sequence[float]) -> str:
-    """mean ± standard deviation (n − 1), or the value alone."""
+    """mean ± standard deviation (n − 1), or the value alone, or a dash."""
+    if not values:
+        return "–"  # probed before there was this probe
     if len(values) == 1:
         return f"{values[0]:.1f}"
     return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
@@ -209,7 +204,10 @@ def spread(values: Sequence[float]) -> str:
 
 def probe_rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
     """Rows of a table from {name: {probe: summary}}."""
-    return [[name, *(spread(probes[probe]["accuracy"]) for probe in PROBES)] for name, probes in results.items()]
+    return [
+        [name, *(spread(probes.get(probe, {}).get("accuracy", ())) for probe in PROBES)]
+        for name, probes in results.items()
+    ]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

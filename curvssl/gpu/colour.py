@@ -1,6 +1,6 @@
 """Colour jitter and grayscale of a batch of RGB images as one hand-written GPU kernel: an image stays in registers.
 
-augment.py is the meaning of every line here, and the tests hold the two against each other.
+data/views.py says what it computes, and the tests hold the two against each other.
 """
 
 import torch
@@ -9,9 +9,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from curvssl.data.views import Augment
+
 PIXELS = 4096  # of an image of which three planes stay in one program's registers
 
-# The kinds of blends and the shares of grey as augment.py has them; a kernel takes constants of its own module only.
+# The kinds of blends and the shares of grey as data/views.py has them; a kernel takes constants of its own module only.
 CONTRAST, SATURATION = tl.constexpr(1), tl.constexpr(2)
 RED, GREEN, BLUE = tl.constexpr(0.2989), tl.constexpr(0.587), tl.constexpr(0.114)
 
@@ -85,7 +87,7 @@ def _jitter(
 
 @triton_op("curvssl::jitter", mutates_args={})
 def jitter(x: Tensor, factors: Tensor, kinds: Tensor, turns: Tensor, slot: Tensor, grey: Tensor) -> Tensor:
-    """augment.colour_jitter of images x (b, 3, H, W), and then grayscale where `grey` (b,)."""
+    """views.colour_jitter of images x (b, 3, H, W), and then grayscale where `grey` (b,)."""
     x, factors, kinds = x.contiguous(), factors.contiguous(), kinds.contiguous()
     out = torch.empty_like(x)
     pixels = x.shape[2] * x.shape[3]
@@ -94,3 +96,13 @@ def jitter(x: Tensor, factors: Tensor, kinds: Tensor, turns: Tensor, slot: Tenso
     warps = 4 if pixels <= 1024 else 8
     wrap_triton(_jitter)[(len(x),)](x, *parameters, out, pixels, **shape, num_warps=warps)
     return out
+
+
+def speed_up(augment: Augment) -> None:
+    """Let compiled views of this kind take the kernel where it fits."""
+    plain = augment.jitter_and_grey
+
+    def faster(x: Tensor, *parameters: Tensor) -> Tensor:
+        return jitter(x, *parameters) if torch.compiler.is_compiling() and fits(x) else plain(x, *parameters)
+
+    augment.jitter_and_grey = faster  # type: ignore[assignment]

@@ -1,8 +1,8 @@
 """Neighbours and curvature of one batch as hand-written GPU kernels: what geometry.py does in a dozen launches, in few.
 
-Used by the losses for float32 batches on CUDA that are small enough (`fits`); geometry.py is the meaning of every
-line here, and the tests hold the two against each other. Distances are sums of squared differences, so they lose no
-digits to a common offset.
+They stand in for `losses.Curvature` on float32 batches that are small enough (`numbers`). geometry.py and losses.py say
+what they compute, and the tests hold the two against each other. Distances are sums of squared differences, so they
+lose no digits to a common offset.
 """
 
 from typing import Any
@@ -13,8 +13,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from curvssl.collectives import world_size
 from curvssl.gpu.driver import leave_room
-from curvssl.kernels import MEDIAN_POINTS
+from curvssl.kernels import KERNELS, MEDIAN_POINTS, kernel_width
+from curvssl.losses import Curvature, Loss
 
 POINTS = 1024  # distances to this many stay in one warp's registers
 WIDTH = 2048  # dimensions; longer points are left to matrix products
@@ -363,3 +365,16 @@ def terms(x: Tensor, *, k: int, eps: float) -> Tensor:
 def rbf_terms(x: Tensor, *, k: int, eps: float, width: Tensor | None) -> Tensor:
     """The same with the RBF kernel's curvature; γ, which has no gradient here, by the median heuristic if None."""
     return _rbf_terms(x, k, eps, width)[0]
+
+
+def numbers(part: Loss, z: Tensor) -> Tensor | None:
+    """`part.numbers` of two views (2, b, d) by these kernels, or None where they do not take it."""
+    if type(part) is not Curvature or world_size() > 1 or not fits(z, k=part.k):
+        return None
+    if part.kernel is None:
+        return terms(z, k=part.k, eps=part.eps)
+    if part.kernel is not KERNELS["rbf"]:
+        return None
+    median = part.gamma == "median"  # which the kernels find themselves
+    width = None if median else kernel_width(z, kernel=part.kernel, gamma=part.gamma).flatten()
+    return rbf_terms(z, k=part.k, eps=part.eps, width=width)

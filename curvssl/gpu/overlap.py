@@ -1,7 +1,7 @@
 """Weight gradients of convolutions, and Adam with them, on a second stream beside the rest of the backward pass.
 
 Nobody waits for a layer's weight gradient but the optimiser, and nobody for the optimiser but the next step; meanwhile
-small layers leave most of a GPU idle. (step.py puts parts of the loss there too, layers.py the running statistics.)
+small layers leave most of a GPU idle. (steps.py puts terms of the loss there too, layers.py the running statistics.)
 """
 
 from collections.abc import Callable, Iterator
@@ -112,16 +112,24 @@ def _beside(ctx: Any, grad: Tensor, x: Tensor, low: Tensor) -> Tensor | None:
     return found
 
 
+def moves(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `backward_and_step` knows this optimiser: torch's Adam and no relative of it, in its plain form."""
+    return type(optimizer) is torch.optim.Adam and not any(
+        group[name] for group in optimizer.param_groups for name in ("amsgrad", "maximize", "decoupled_weight_decay")
+    )
+
+
 def backward_and_step(backward: Callable[[], None], optimizer: torch.optim.Optimizer) -> None:
     """The backward pass and Adam's step; weights of `convolve` are moved as soon as their gradients are there."""
     moved: dict[Tensor, Tensor] = {}  # and their gradients
-    group, states = optimizer.param_groups[0], optimizer.state
+    groups = {weight: group for group in optimizer.param_groups for weight in group["params"]}
+    states = optimizer.state
 
     def update(weight: Tensor, grad: Tensor) -> bool:
-        if not states.get(weight):  # Adam's first step makes it
+        if weight not in groups or not states.get(weight):  # Adam's first step makes the state
             return False
         moved[weight] = torch.empty_like(weight)
-        adam.update(weight, grad, found=moved[weight], state=states[weight], group=group)
+        adam.update(weight, grad, found=moved[weight], state=states[weight], group=groups[weight])
         return True
 
     _update.append(update)
@@ -129,7 +137,7 @@ def backward_and_step(backward: Callable[[], None], optimizer: torch.optim.Optim
         backward()
     finally:
         _update.clear()
-    for weight in group["params"]:
+    for weight in groups:
         if weight.grad is not None and weight.numel() >= adam.MANY and update(weight, weight.grad):
             weight.grad = None  # the optimiser passes over it
     optimizer.step()

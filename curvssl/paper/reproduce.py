@@ -20,14 +20,16 @@ from typing import Any
 import torch
 
 from curvssl.config import PretrainConfig
+from curvssl.data.order import hold_out
 from curvssl.evaluate.features import Features, load
 from curvssl.evaluate.maps import COLOURS
-from curvssl.evaluate.runs import NAMES, dataset_of, features_of, probe, probe_features, spread, table
+from curvssl.evaluate.runs import dataset_of, features_of, probe, probe_features, spread, table
 from curvssl.files import Busy, lock, say, write_json
+from curvssl.methods import METHODS, title_of
 from curvssl.paper import figures
 from curvssl.paper.studies import SEEDS, study_of
 from curvssl.rundir import Run, provenance
-from curvssl.train.loop import hold_out, pretrain
+from curvssl.train.loop import pretrain
 
 CURVE_POINTS = 100  # rows of metrics that a cell's JSON keeps
 PICTURED = ("barlow-twins", "curvssl", "kernel-curvssl")  # whose first seed in the study "faithful" gets a map
@@ -118,7 +120,7 @@ def judge(run: Run, *, source: str) -> dict[str, Any]:
     data = dataset_of(run, source=source)
     train = features_of(run, data, "train")
     assert train.y is not None
-    fit, held = hold_out(len(train.h), share=run.config.holdout, seed=run.config.seed)
+    fit, held, _ = hold_out(len(train.h), share=run.config.holdout, seed=run.config.seed)
     parts = (Features(h=train.h[rows], y=train.y[rows]) for rows in (fit, held))
     return probe_features(*parts, seeds=SEEDS, classes=len(data.classes))
 
@@ -211,7 +213,7 @@ def study_rows(name: str, *, results: Path) -> tuple[list[str], list[list[str]]]
 def row_name(cell: str, config: dict[str, Any]) -> str:
     """What a cell shares with those that differ in their seed alone, and with cells of other data sets."""
     rest = re.sub(r"-seed\d+", "", cell).removeprefix(f"{config['dataset']}-{config['method']}")
-    return NAMES[config["method"]] + rest.replace("-", ", ").replace("alpha", "α ")
+    return title_of(config["method"]) + rest.replace("-", ", ").replace("alpha", "α ")
 
 
 def difference(pairs: Sequence[float]) -> str:
@@ -235,10 +237,11 @@ def looks(cells: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
     too many to tell apart, one for each method."""
     labels = {cell: row_name(cell, config) for cell, config in cells.items()}
     if len({*labels.values()}) > len(COLOURS):
-        labels = {cell: NAMES[config["method"]] for cell, config in cells.items()}
+        labels = {cell: title_of(config["method"]) for cell, config in cells.items()}
     names = sorted({*labels.values()})
-    if {*names} <= {*NAMES.values()}:
-        names = [*NAMES.values()]  # a method has its colour in every figure
+    titles = [method.title for method in METHODS.values()]
+    if {*names} <= {*titles}:
+        names = titles  # a method has its colour in every figure
     return {cell: {"color": COLOURS[names.index(label)], "label": label} for cell, label in labels.items()}
 
 
@@ -254,7 +257,7 @@ def draw_figures(name: str, *, results: Path) -> list[Path]:
         out = results / "figures" / f"curves-{name}-{dataset}"
         drawn.append(figures.draw_curves(curves, keys=CURVES, title=title, out=out, style=style)[0])
         files = {method: results / name / "maps" / f"{dataset}-{method}-seed{SEEDS[0]}.json" for method in PICTURED}
-        records = {NAMES[m]: json.loads(file.read_text()) for m, file in files.items() if file.exists()}
+        records = {title_of(m): json.loads(file.read_text()) for m, file in files.items() if file.exists()}
         if records:
             title, out = f"UMAP of h, {dataset}, test images", results / "figures" / f"umap-{name}-{dataset}"
             drawn.append(figures.draw_maps(records, title=title, out=out)[0])

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from curvssl.data.images import Images
 from curvssl.data.named import Dataset
-from curvssl.data.stream import Images
 from curvssl.data.views import Augment
 from curvssl.evaluate import maps
 from curvssl.evaluate.runs import best_device, dataset_of, features_of, probe

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from curvssl.config import UserError
-from curvssl.evaluate.runs import NAMES
+from curvssl.config import UserError, all_but_the_seed
 from curvssl.files import write_atomic
+from curvssl.methods import title_of
 
 HERE = Path(__file__).parent
 SCRIPTS = ("data", "charts", "map", "hands", "sections", "main", "page")
@@ -186,8 +186,7 @@ def called(runs: Sequence[RunData]) -> list[str]:
 
 
 def method_of(run: RunData) -> str:
-    method = str(run.config.get("method", run.name))
-    return NAMES.get(method, method)
+    return title_of(str(run.config["method"])) if "method" in run.config else run.name
 
 
 def payload(runs: Sequence[RunData]) -> dict[str, Any]:
@@ -257,8 +256,7 @@ def groups(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     """Runs that differ in nothing but their seed, in order of appearance: [{name, runs}]."""
     found: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
-        same = {name: value for name, value in run.config.items() if name not in ("seed", "device", "step")}
-        found.setdefault(json.dumps(same, sort_keys=True, default=str), []).append(i)
+        found.setdefault(all_but_the_seed(run.config), []).append(i)
     methods = [method_of(runs[members[0]]) for members in found.values()]
     return [
         # Two settings of one method need their runs' names to be told apart.

@@ -5,6 +5,8 @@ numbers of the views from (seed, s). So a run that goes on from a checkpoint see
 W ranks, each with its W-th part of every batch, see together what one process would.
 """
 
+import copy
+import dataclasses
 import math
 import signal
 import sys
@@ -12,24 +14,30 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
-from curvssl import losses, ranks
+from curvssl import ranks
 from curvssl.collectives import rank, world_size
 from curvssl.config import PretrainConfig, UserError
-from curvssl.data import stream
+from curvssl.data import memory
 from curvssl.data.folders import write_bad_images
-from curvssl.data.named import Dataset, describe, load_on_ranks
+from curvssl.data.images import TensorImages
+from curvssl.data.named import Dataset, check_on_ranks, describe, load_on_ranks
+from curvssl.data.order import batches, hold_out, mix
+from curvssl.data.own import own_images
 from curvssl.data.views import Augment
 from curvssl.files import lock, write_json
-from curvssl.models import seek_fastest_convolutions
+from curvssl.methods import METHODS, OWN
+from curvssl.models import full_precision
 from curvssl.rundir import Run, provenance
 from curvssl.train import watch
-from curvssl.train.step import Step, keep_compile_cache, make_optimizer
+from curvssl.train.own import keep_own
+from curvssl.train.step import Step, make_optimizer
 
 
 class Stopped(KeyboardInterrupt):
@@ -41,9 +49,30 @@ class Stopped(KeyboardInterrupt):
 
 
 def pretrain(
-    config: PretrainConfig, *, out: str | Path | None = None, source: str = "auto", progress: bool = True
+    config: PretrainConfig,
+    *,
+    out: str | Path | None = None,
+    source: str = "auto",
+    progress: bool = True,
+    criterion: nn.Module | None = None,
+    encoder: nn.Module | None = None,
+    images: Any = None,
 ) -> Run:
-    """Train until the run is finished, from its last checkpoint if it has one; the run directory holds the result."""
+    """Train until the run is finished, from its last checkpoint if it has one; the run directory holds the result.
+
+    Own parts take the place of what the configuration names. What is given is left as it is: the run trains copies.
+
+    criterion: any module (z0, z1) → scalar; its parameters are trained, its buffers are part of every checkpoint.
+    encoder: any module (b, 3, H, W) → (b, d_h); see `curvssl.load_encoder` for how to get it back.
+    images: uint8 tensor or array (N, C, H, W), or a map-style torch Dataset of images.
+    """
+    given = {"method": criterion, "encoder": encoder, "dataset": images}
+    own: dict[str, Any] = {name: OWN for name, part in given.items() if part is not None}
+    config = dataclasses.replace(config, **own)
+    for name, part in given.items():
+        if getattr(config, name) == OWN and part is None:
+            what = {"method": "criterion", "encoder": "encoder", "dataset": "images"}[name]
+            raise UserError(f"{name} own is what was given in Python: call curvssl.pretrain(config, {what}=…)")
     path = Path(out or default_out(config))
     # Only rank 0 writes, and only rank 0 needs to see the run directory.
     with ranks.ranks(pick_device(config.device)) as device:
@@ -51,8 +80,13 @@ def pretrain(
         with lock(path) if main else nullcontext():
             run = Run.create(path, config) if main else Run(path, config)
             if not ranks.from_main(run.finished):
-                data = load_on_ranks(config.dataset, source=source, size=config.image_size)
-                _train(run, data, device=device, progress=progress and main)
+                if images is None:
+                    data = load_on_ranks(config.dataset, source=source, size=config.image_size)
+                else:
+                    data = own_images(images, size=config.image_size)
+                    check_on_ranks(data)
+                parts = copy.deepcopy(criterion), copy.deepcopy(encoder)
+                _train(run, data, *parts, device=device, progress=progress and main)
     return run
 
 
@@ -61,15 +95,25 @@ def default_out(config: PretrainConfig) -> Path:
     return Path("runs") / f"{name}-{config.method}-seed{config.seed}"
 
 
-def _train(run: Run, data: Dataset, *, device: torch.device, progress: bool) -> None:
+def _train(
+    run: Run,
+    data: Dataset,
+    criterion: nn.Module | None,
+    encoder: nn.Module | None,
+    *,
+    device: torch.device,
+    progress: bool,
+) -> None:
     config, main, world = run.config, ranks.is_main(), world_size()
     mode = pick_mode(config.step, device=device, optimizer=config.optimizer)
+    given = {"criterion": criterion, "encoder": encoder}
     if config.batch_size % world:
         raise UserError(
             f"--batch-size {config.batch_size} is the global batch, and {world} ranks cannot share it evenly: use "
             f"{config.batch_size // world * world or world} or {(config.batch_size // world + 1) * world}"
         )
-    fit, held = hold_out(len(data.train.images), share=config.holdout, seed=config.seed)
+    rows_of = hold_out(len(data.train.images), share=config.holdout, seed=config.seed)
+    fit = rows_of.fit
     steps_per_epoch = len(fit) // config.batch_size
     if steps_per_epoch == 0:
         raise UserError(
@@ -78,14 +122,13 @@ def _train(run: Run, data: Dataset, *, device: torch.device, progress: bool) -> 
     last = steps_per_epoch * config.epochs
 
     channels = max(3, data.train.images.shape[1])  # the augmentation makes grey images RGB
-    net = run.make_net(channels=channels).to(device)
+    net = run.make_net(channels=channels, encoder=encoder).to(device)
     net = net.to(memory_format=torch.channels_last)  # faster convolutions, on CPU too
-    if device.type == "cuda":
-        seek_fastest_convolutions()
     if world > 1:
         ranks.synchronise(net, device=device)
+    criterion = (criterion or METHODS[config.method].make(**config.loss_settings())).to(device)
     optimizer = make_optimizer(
-        net,
+        nn.ModuleList([net, criterion]),
         name=config.optimizer,
         lr=config.lr,
         weight_decay=config.weight_decay,
@@ -93,43 +136,41 @@ def _train(run: Run, data: Dataset, *, device: torch.device, progress: bool) -> 
         device=device,
         mode=mode,
     )
-    criterion = make_criterion(config)
     augment = Augment(size=config.image_size, mean=data.mean, std=data.std, **vars(config.augment)).to(device)
-    fits = not ranks.any_rank(not stream.fits(data.train.images, device=device))
-    images = stream.resident(data.train.images, device=device) if fits else None
-    if world > 1 and mode == "compiled":
-        keep_compile_cache()
-        # The loss waits for the other ranks in its middle, so the step is compiled in two parts.
-        net.compile(dynamic=False)
-        augment.compile(dynamic=False)
-    step = Step(
-        net=net if world == 1 else ranks.averaged(net, device=device),
+    fits = not ranks.any_rank(not memory.fits(data.train.images, device=device))
+    images = memory.resident(data.train.images, device=device) if fits else None
+    step = make_step(
+        mode,
+        net=net,
         criterion=criterion,
         augment=augment,
         optimizer=optimizer,
         images=images,
         device=device,
         bf16=config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda"),
-        mode=mode if world == 1 else "eager",
     )
 
     done, seconds = 0, 0.0
-    if state := ranks.from_main(run.load_checkpoint() if main else None):
+    state = ranks.from_main(run.load_checkpoint() if main else None)
+    if main:
+        keep_description(run, data, new=state is None)
+        keep_own(run, given, new=state is None)
+    if state is not None:
         done, seconds = state["step"], state["seconds"]
         net.load_state_dict(state["net"])
         groups = optimizer.state_dict()["param_groups"]  # this process's: the device may be another
         optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
+        criterion.load_state_dict(state["criterion"])
         step.sums, step.count = state["sums"].to(device), state["count"]
     facts = provenance(device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
     facts |= {"data_sha256": data.sha256, "images": len(fit), "images_per_epoch": steps_per_epoch * config.batch_size}
     facts |= {"ranks": world, "images_in_memory": images is not None}
     if main:
-        keep_description(run, data, new=done == 0)
         run.rewind_metrics(done)
         write_json(run.path / "provenance.json", facts)
 
     def save(seconds: float) -> None:
-        if not all(bool(t.isfinite().all()) for t in (step.sums, *net.parameters())):
+        if not all(bool(t.isfinite().all()) for t in (step.sums, *net.parameters(), *criterion.parameters())):
             return  # a checkpoint with a broken loss would only be broken again
         run.save_checkpoint(
             {
@@ -137,6 +178,7 @@ def _train(run: Run, data: Dataset, *, device: torch.device, progress: bool) -> 
                 "seconds": seconds,
                 "net": net.state_dict(),
                 "optimizer": optimizer.state_dict()["state"],
+                "criterion": criterion.state_dict(),
                 "sums": step.sums,
                 "count": step.count,
             }
@@ -150,11 +192,14 @@ def _train(run: Run, data: Dataset, *, device: torch.device, progress: bool) -> 
     mine = ranks.shares(config.batch_size)[rank()]
     place = torch.device("cpu") if images is None else device
     fit_there = fit.to(place)
-    rows = (fit_there[batch[mine]] for batch in batches(len(fit), config, first=done, last=last, device=place))
-    inputs = stream.stream(data.train.images, rows, device=device) if images is None else rows
+    order = batches(len(fit), size=config.batch_size, seed=config.seed, first=done, last=last, device=place)
+    rows = (fit_there[batch[mine]] for batch in order)
+    inputs = data.train.images.batches(rows, device=device) if images is None else rows
+    watched = data.train.images if images is None else TensorImages.of(images)
     bar = watch.progress_bar(last, done, hidden=not progress, title=run.path.name)
     charts = watch.tensorboard(run.path, done=done) if main else nullcontext(lambda row: None)
-    with stopping() as signals, bar as show, charts as chart:
+    exact = full_precision() if config.precision == "fp32" else nullcontext()
+    with stopping() as signals, bar as show, charts as chart, exact:
         for s, batch in enumerate(inputs, done):
             numbers.manual_seed(mix(config.seed, s))
             u = torch.rand(2, config.batch_size, augment.draws, generator=numbers, device=device)[:, mine]
@@ -171,9 +216,9 @@ def _train(run: Run, data: Dataset, *, device: torch.device, progress: bool) -> 
                 row |= {"grad_norm": step.gradient_norm(), "lr": lr, "views_per_s": views / took}
                 watch.alarm(row, d_z=config.d_z, batch_size=config.batch_size, warned=warned)
                 if config.monitor_every and (row["epoch"] % config.monitor_every == 0 or done == last):
-                    row |= watch.monitor(net, data, images, fit, held, size=config.image_size, device=device)
+                    row |= watch.monitor(net, data, watched, rows_of, size=config.image_size, device=device)
                 row["seconds"] = seconds + time.monotonic() - started
-                unreadable = unreadable_images(data)
+                unreadable = data.train.images.exchange_bad()
                 if main:
                     write_bad_images(run.path / "bad-images.txt", unreadable)
                     run.append_metrics(row)
@@ -208,12 +253,32 @@ def pick_mode(name: str, *, device: torch.device, optimizer: str) -> str:
         if name == "captured":
             raise UserError("step captured is for one device: with several use --step eager or compiled")
         return "compiled"
+    if not find_spec("curvssl.gpu"):  # an installation without what is for speed alone
+        if name not in ("auto", "eager"):
+            raise UserError(f"step {name} needs the folder curvssl/gpu, which is missing here: use --step eager")
+        return "eager"
     if name in ("auto", "captured") and device.type == "cuda":
         if optimizer == "lars":  # its learning rate is a number inside the kernels
             print("lars cannot be captured in a CUDA graph: the step is compiled", file=sys.stderr)
             return "compiled"
         return "captured"
     return "eager" if name == "auto" else name
+
+
+def make_step(mode: str, *, net: nn.Module, device: torch.device, **parts: Any) -> Step:
+    """One step of training: the plain one, or the same compiled or captured. Over ranks gradients are averaged."""
+    if world_size() > 1:
+        if mode == "compiled":
+            from curvssl import gpu
+
+            gpu.compile_parts(net, parts["augment"])
+        return Step(net=ranks.averaged(net, device=device), device=device, **parts)
+    step = Step(net=net, device=device, **parts)
+    if mode != "eager":
+        from curvssl import gpu
+
+        gpu.speed_up(step, mode)
+    return step
 
 
 def keep_description(run: Run, data: Dataset, *, new: bool) -> None:
@@ -225,57 +290,6 @@ def keep_description(run: Run, data: Dataset, *, new: bool) -> None:
             f"{now['images']:,} now): restore it, or use another --out"
         )
     write_json(run.path / "data.json", now)
-
-
-def unreadable_images(data: Dataset) -> stream.Bad:
-    """What any rank could not read so far; they all know it then."""
-    images = data.train.images
-    if isinstance(images, Tensor):
-        return {}
-    for bad in ranks.from_all(dict(images.bad)):
-        images.bad.update(bad)
-    return images.bad
-
-
-def make_criterion(config: PretrainConfig) -> losses.Loss:
-    c = config
-    embedding: dict[str, Any] = {"lambda_emb": c.lambda_emb, "eps": c.eps}
-    curved = embedding | {"k": c.k, "lambda_curv": c.lambda_curv, "alpha_curv": c.alpha_curv}
-    if c.method == "vicreg":
-        return losses.VICRegLoss(invariance=c.invariance, variance=c.variance, covariance=c.covariance)
-    if c.method == "barlow-twins":
-        return losses.BarlowTwinsLoss(**embedding)
-    if c.method == "curvssl":
-        return losses.CurvSSLLoss(**curved)
-    return losses.KernelCurvSSLLoss(kernel=c.kernel, gamma=c.gamma, **curved)
-
-
-def hold_out(n: int, *, share: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Rows to pretrain on and rows to hold out. With a share of 0 every row is pretrained on, and a tenth are both:
-    their labels stay unseen, their images do not."""
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(mix(seed, -1)))
-    held = int(n * share)
-    return (order[held:], order[:held]) if held else (order, order[: n // 10])
-
-
-def batches(n: int, config: PretrainConfig, *, first: int, last: int, device: torch.device) -> Iterator[Tensor]:
-    """Row numbers of the global batches of steps first … last − 1. An epoch is a new order; what is left over of it
-    after the last full batch is left out, and is another part in the next."""
-    per_epoch = n // config.batch_size
-    order = torch.empty(0)
-    for s in range(first, last):
-        epoch, i = divmod(s, per_epoch)
-        if s == first or i == 0:
-            order = torch.randperm(n, generator=torch.Generator().manual_seed(mix(config.seed, -2 - epoch))).to(device)
-        yield order[i * config.batch_size : (i + 1) * config.batch_size]
-
-
-def mix(seed: int, number: int) -> int:
-    """A 63-bit seed from two numbers; near ones give unrelated ones (the finaliser of splitmix64)."""
-    x = (seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03) % 2**64
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = ((x ^ (x >> shift)) * factor) % 2**64
-    return (x ^ (x >> 31)) % 2**63
 
 
 def learning_rate(s: int, config: PretrainConfig, *, steps_per_epoch: int) -> float:

@@ -15,11 +15,12 @@ from torch import Tensor
 from curvssl import ranks
 from curvssl.collectives import gather
 from curvssl.config import UserError
+from curvssl.data.images import Images
 from curvssl.data.named import Dataset
-from curvssl.data.stream import Images
-from curvssl.evaluate.features import extract_over_ranks, readable
+from curvssl.data.order import Rows
+from curvssl.evaluate.features import extract_over_ranks
 from curvssl.evaluate.probes import knn
-from curvssl.losses import CurvSSLLoss, Loss, standardise
+from curvssl.losses import Curvature, Loss, standardise
 from curvssl.models import Net
 
 MONITOR_IMAGES = 10_000  # the kNN monitor looks at no more than this many images
@@ -28,13 +29,14 @@ DEAD_RANK = 0.02  # and neither do those whose effective rank is below this shar
 
 
 @torch.no_grad()
-def geometry_of(z0: Tensor, z1: Tensor, *, criterion: Loss, k: int) -> dict[str, float]:
+def geometry_of(z0: Tensor, z1: Tensor, *, criterion: Any, k: int) -> dict[str, float]:
     """Of one global batch's embeddings: ρ of the two views' curvature scores, mean standard deviation, effective rank.
 
-    All ranks must call it, and all get the same.
+    The curvature is the criterion's own where it has one, else Eq. (6). All ranks must call it, and all get the same.
     """
     z = torch.stack((z0.float(), z1.float()))
-    curved = criterion if isinstance(criterion, CurvSSLLoss) else CurvSSLLoss(k=k)
+    parts = [part for _, part in criterion.parts()] if isinstance(criterion, Loss) else []
+    curved = next((part for part in parts if isinstance(part, Curvature)), Curvature(k=k))
     c = gather(standardise(curved.scores(z).mT, eps=1e-12))  # (b, 2)
     everyone = gather(z[0])
     return {
@@ -58,7 +60,7 @@ def knn_accuracy(
     images: Images,
     labels: Tensor,
     *,
-    fit: Tensor,
+    known: Tensor,
     held: Tensor,
     size: int,
     mean: tuple[float, ...],
@@ -66,13 +68,13 @@ def knn_accuracy(
     classes: int,
     device: torch.device,
 ) -> float:
-    """Accuracy in percent of a kNN that knows the labels of images `fit` and is asked for those of `held`.
+    """Accuracy in percent of a kNN that knows the labels of images `known` and is asked for those of `held`.
 
     All ranks must call it: each makes its share of the features.
     """
     bank, asked = (
         extract_over_ranks(net.encoder, images[rows], labels=labels[rows], size=size, mean=mean, std=std)
-        for rows in (fit[:MONITOR_IMAGES], held[:MONITOR_IMAGES])
+        for rows in (known[:MONITOR_IMAGES], held[:MONITOR_IMAGES])
     )
     assert bank.y is not None
     assert asked.y is not None
@@ -80,27 +82,19 @@ def knn_accuracy(
 
 
 def monitor(
-    net: Any,
-    data: Dataset,
-    images: Tensor | None,
-    fit: Tensor,
-    held: Tensor,
-    *,
-    size: int,
-    device: torch.device,
+    net: Any, data: Dataset, images: Images, rows: Rows, *, size: int, device: torch.device
 ) -> dict[str, float]:
-    """A kNN on the held-out rows, where there are labels; `images` are the training images if they are in memory."""
+    """A kNN on the held-out rows, where there are labels; `images` are the training images, wherever they lie."""
     if data.train.labels is None:
         return {}
-    fit = fit[len(held) :] if fit[: len(held)].equal(held) else fit
-    if not isinstance(data.train.images, Tensor):  # an unreadable image's stand-in has another label
-        good = readable(data.train.images)
-        fit, held = (rows[torch.isin(rows, good)] for rows in (fit, held))
+    data.train.images.exchange_bad()
+    good = data.train.images.places()  # an unreadable image's stand-in has another label
+    known, held = (some[torch.isin(some, good)] for some in (rows.known, rows.held))
     accuracy = knn_accuracy(
         net,
-        data.train.images if images is None else images,
+        images,
         data.train.labels,
-        fit=fit,
+        known=known,
         held=held,
         size=size,
         mean=data.mean,

@@ -16,11 +16,12 @@ from PIL import Image
 from pipeline import one_thread, weights
 
 from curvssl.config import PretrainConfig, UserError, demo
-from curvssl.data import stream
+from curvssl.data import memory
 from curvssl.data.arrays import channels_first, open_array
 from curvssl.data.decode import decode, header
-from curvssl.data.folders import CANVAS, FolderImages, held_out, list_images, open_images
+from curvssl.data.folders import CANVAS, FolderImages, list_images, open_images
 from curvssl.data.named import load
+from curvssl.data.order import test_split as split_of
 from curvssl.data.pack import pack
 from curvssl.data.views import resize
 from curvssl.evaluate.runs import dataset_of, draw_map, embed, features_of, probe
@@ -58,7 +59,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     images = load("digits").train
     assert images.labels is not None
     for i in range(240):
-        save(root / f"class {images.labels[i]}" / f"{i:04}.png", images.images[i, 0].numpy())  # type: ignore[index]
+        save(root / f"class {images.labels[i]}" / f"{i:04}.png", images.images.pixels[i, 0].numpy())  # type: ignore[index]
     return root
 
 
@@ -200,7 +201,7 @@ def test_labels_are_the_subfolders_of_images_and_nothing_else(
     assert data.classes == classes
     assert (data.train.labels is None) == (classes == ())
     if data.train.labels is not None and isinstance(data.train.images, FolderImages):
-        firsts = [data.train.images.names[int(row)].split("/")[0] for row in data.train.images.rows]
+        firsts = [name.split("/")[0] for name in data.train.images.names]
         assert [classes[label] for label in data.train.labels] == firsts
     assert ("no labels" in capsys.readouterr().err) == (classes == ())
 
@@ -253,10 +254,10 @@ def test_mean_and_std_are_those_of_the_training_images(digits: Path):
 
 @pytest.mark.parametrize("n", [2, 9, 10, 1005])
 def test_a_tenth_is_held_out_once_and_for_all(n: int):
-    train, test = held_out(n)
+    train, test = split_of(n)
     assert sorted(torch.cat((train, test)).tolist()) == list(range(n))
     assert len(test) == max(1, n // 10)
-    assert held_out(n)[1].equal(test)
+    assert split_of(n)[1].equal(test)
 
 
 # ---- damaged files
@@ -275,7 +276,7 @@ def damaged_folder(root: Path, *, good: int) -> Path:
 
 def test_what_cannot_be_read_is_said_with_its_reason_and_replaced(tmp_path: Path):
     images = open_images(damaged_folder(tmp_path, good=96), canvas=12, channels=3)
-    first = torch.cat(list(stream.stream(images, [torch.arange(100)], workers=0)))
+    first = torch.cat(list(images.batches([torch.arange(100)], workers=0)))
     reasons = sorted(images.bad.values())
     assert [reason.split(":")[0] for reason in reasons] == ["empty.png", "text.jpg", "truncated.jpg", "vast.png"]
     assert "UnidentifiedImageError" in reasons[0]
@@ -285,7 +286,7 @@ def test_what_cannot_be_read_is_said_with_its_reason_and_replaced(tmp_path: Path
     assert len(good) == 96
     assert all(pixels.numpy().tobytes() in good for pixels in first[96:])  # their stand-ins
     fresh = open_images(tmp_path, canvas=12, channels=3)
-    again = torch.cat(list(stream.stream(fresh, torch.arange(100).split(7), workers=2)))
+    again = torch.cat(list(fresh.batches(torch.arange(100).split(7), workers=2)))
     assert again.equal(first)  # the same stand-ins, whichever process reads in whatever portions
 
 
@@ -304,7 +305,7 @@ def test_a_run_over_damaged_files_finishes_and_lists_them(tmp_path: Path):
     listed = (run.path / "bad-images.txt").read_text().splitlines()
     data = load(f"folder:{tmp_path / 'in'}", size=8)
     assert isinstance(data.train.images, FolderImages)
-    trained_on = {data.train.images.names[int(row)] for row in data.train.images.rows}
+    trained_on = set(data.train.images.names)
     damaged = {"empty.png", "text.jpg", "truncated.jpg", "vast.png"}
     assert damaged & trained_on <= {line.split(":")[0] for line in listed} <= damaged
     found = embed(run, tmp_path / "in", out=tmp_path / "e.npz")
@@ -342,7 +343,7 @@ def test_the_channels_are_found(shape: tuple[int, ...], found: tuple[int, ...], 
     assert np.array_equal(opened, channels)
     assert (labels is None, classes) == ((True, ()) if suffix == ".npy" else (False, ("0", "1")))
     train = load(f"array:{path}").train
-    assert torch.cat(list(train.images.split(2))).equal(torch.from_numpy(channels[held_out(5)[0].numpy()].copy()))
+    assert torch.cat(list(train.images.split(2))).equal(torch.from_numpy(channels[split_of(5)[0].numpy()].copy()))
 
 
 @pytest.mark.parametrize("shape", [(5, 4, 4, 4), (5, 3, 8, 3), (5, 8), (5, 1, 2, 3, 4)])
@@ -402,7 +403,7 @@ def in_memory(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_streamed_images_train_the_same_weights_as_images_in_memory(
     in_memory: Run, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(stream, "fits", lambda *_, **__: False)
+    monkeypatch.setattr(memory, "fits", lambda *_, **__: False)
     streamed = pretrain(config(f"folder:{digits}"), out=tmp_path / "run", progress=False)
     assert [run.read_json("provenance.json")["images_in_memory"] for run in (in_memory, streamed)] == [True, False]
     assert weights(streamed.path) == weights(in_memory.path)
@@ -491,7 +492,7 @@ def test_memory_stays_bounded_whatever_the_size_of_the_folder(tmp_path: Path):
         import resource, sys, torch
         from pathlib import Path
         torch.set_num_threads(1)
-        from curvssl.data import stream
+        from curvssl.data import memory
         from curvssl.data.named import load
         from curvssl.data.folders import open_images
         from curvssl.data.pack import pack
@@ -499,19 +500,19 @@ def test_memory_stays_bounded_whatever_the_size_of_the_folder(tmp_path: Path):
         folder, out = sys.argv[1:]
         everything = torch.arange(900).split(50)
         few = open_images(Path(folder), canvas=258, channels=3)[:4]
-        list(stream.stream(few, [torch.arange(4)], workers=2))  # whatever is loaded or allocated once is so by now
-        used = stream._kilobytes("/proc/self/status", "VmData")
+        list(few.batches([torch.arange(4)], workers=2))  # whatever is loaded or allocated once is so by now
+        used = memory._kilobytes("/proc/self/status", "VmData")
         resource.setrlimit(resource.RLIMIT_DATA, (used + 130 * 2**20,) * 2)
 
         images = load(f"folder:{folder}", size=224).train.images
         assert images.shape == (900, 3, 258, 258)
-        assert not stream.fits(images, device=torch.device("cpu"))
-        assert sum(len(batch) for batch in stream.stream(images, everything, workers=2)) == 900
+        assert not memory.fits(images, device=torch.device("cpu"))
+        assert sum(len(batch) for batch in images.batches(everything, workers=2)) == 900
         assert pack(Path(folder), Path(out), size=224, progress=False)[1] == (1000, 3, 258, 258)
         packed = load(f"array:{out}").train.images
-        assert sum(len(batch) for batch in stream.stream(packed, everything, workers=2)) == 900
+        assert sum(len(batch) for batch in packed.batches(everything, workers=2)) == 900
         try:
-            stream.resident(images, device=torch.device("cpu"))
+            memory.resident(images, device=torch.device("cpu"))
         except RuntimeError as error:
             print("all at once:", error)
         """)

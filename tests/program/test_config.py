@@ -1,12 +1,23 @@
 import dataclasses
+import inspect
 import json
 import math
 from typing import Any
 
 import pytest
 
-from curvssl.config import CHOICES, PRESETS, AugmentConfig, PretrainConfig, UserError, demo, unknown
-from curvssl.kernels import KERNELS
+from curvssl import losses
+from curvssl.config import (
+    CHOICES,
+    PRESETS,
+    AugmentConfig,
+    PretrainConfig,
+    UserError,
+    all_but_the_seed,
+    demo,
+    unknown,
+)
+from curvssl.methods import METHODS
 
 PAPER = {
     "optimizer": "adam",
@@ -71,7 +82,10 @@ def test_a_mistyped_choice_is_answered_with_the_nearest_one(name: str):
         ({"k": 1}, "k=1 has no pair of neighbours"),
         ({"k": 64, "batch_size": 64}, "batch_size=64 needs more than k=64: lower k or raise batch_size"),
         ({"warmup_epochs": 200.0}, "warmup_epochs=200.0 is longer than the run's epochs=100"),
-        ({"gamma": -1.0}, "gamma=-1.0 needs to be positive"),
+        ({"gamma": -1.0}, "gamma=-1.0 needs to be a positive number"),
+        ({"gamma": math.inf}, "gamma=inf needs to be a positive number"),
+        ({"kernel": "rfb"}, "unknown kernel 'rfb'; did you mean 'rbf'"),
+        ({"alpha_curv": -1.0}, "alpha_curv=-1.0 needs to be 0 or more"),
         ({"gamma": "medin"}, "unknown gamma 'medin'; did you mean 'median'"),
     ],
 )
@@ -107,5 +121,19 @@ def test_a_name_like_no_other_gets_the_list_alone():
     assert str(unknown("thing", "zzz", ("one", "two"))) == "unknown thing 'zzz'; known: one, two"
 
 
-def test_the_configuration_knows_the_kernels_that_exist():
-    assert set(CHOICES["kernel"]) == set(KERNELS)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_says_what_its_loss_takes_and_with_which_defaults(method: str):
+    loss = getattr(losses, METHODS[method].loss)
+    taken = {name: parameter.default for name, parameter in inspect.signature(loss).parameters.items()}
+    assert {name: setting.default for name, setting in METHODS[method].settings.items()} == taken
+    made = METHODS[method].make(**PretrainConfig(method=method).loss_settings())
+    assert isinstance(made, loss)
+
+
+def test_two_configurations_share_a_key_if_they_differ_in_nothing_that_is_learned_but_the_seed():
+    base = demo()
+    same = [{"seed": 3}, {"device": "cpu"}, {"step": "eager"}, {"checkpoint_seconds": 1.0}]
+    other = [{"lr": 0.1}, {"alpha_curv": 2.0}, {"augment": AugmentConfig(flip=0.1)}]
+    keys = [all_but_the_seed(dataclasses.replace(base, **change).to_dict()) for change in (*same, *other)]
+    assert set(keys[: len(same)]) == {all_but_the_seed(base.to_dict())}
+    assert len(set(keys)) == 1 + len(other)

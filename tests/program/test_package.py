@@ -22,8 +22,8 @@ def test_every_public_name_is_there(name: str) -> None:
 
 
 def test_unknown_name_is_an_attribute_error_and_types_are_declared() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'Curvature'"):
-        _ = curvssl.Curvature
+    with pytest.raises(AttributeError, match="no attribute 'Torsion'"):
+        _ = curvssl.Torsion
     assert files("curvssl").joinpath("py.typed").is_file()
 
 

@@ -49,7 +49,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.
 def knn_on_test(encoder: torch.nn.Module) -> float:
     """Accuracy on the test digits of a kNN that knows the training digits."""
     digits = data.load("digits")
-    images = torch.cat((digits.train.images, digits.test.images))
+    images = torch.cat((digits.train.images.pixels, digits.test.images.pixels))
     labels = torch.cat((digits.train.labels, digits.test.labels))
     fit, held = torch.arange(len(labels)).split([len(digits.train.images), len(digits.test.images)])
     settings: dict[str, Any] = {"size": SHORT.image_size, "mean": digits.mean, "std": digits.std, "classes": 10}
@@ -205,11 +205,11 @@ def readme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Futur
     folder = tmp_path_factory.mktemp("readme")
     digits = data.load("digits").train
     enough = 320  # a tenth is held out for the test, a tenth of the rest for the monitor: 260 fill one batch
-    np.save(folder / "pixels.npy", digits.images[:enough, 0].numpy())
+    np.save(folder / "pixels.npy", digits.images.pixels[:enough, 0].numpy())
     for i in range(enough):
         file = folder / "photos" / f"class {int(digits.labels[i]) % 2}" / f"{i}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(digits.images[i, 0].numpy()).save(file)
+        Image.fromarray(digits.images.pixels[i, 0].numpy()).save(file)
     hands = {ThreadPoolExecutor(1): [line for line in block if line in OURS] for block in readme_blocks()}
     yield {line: hand.submit(run_as_written, line, folder) for hand, lines in hands.items() for line in lines}
     for hand in hands:

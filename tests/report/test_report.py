@@ -754,7 +754,7 @@ def test_a_run_directory_becomes_a_page(browser: Any, tmp_path: Path) -> None:
     with torch.inference_mode():
         for view in range(2):
             z = net.projector(
-                net.encoder(augment(data.test.images, torch.rand(360, augment.draws, generator=generator)))
+                net.encoder(augment(data.test.images.pixels, torch.rand(360, augment.draws, generator=generator)))
             )
             np.testing.assert_allclose(found.points.curvature[view], curvature(z, k=config.k), atol=1e-3)
     predicted = found.points.predicted
@@ -766,7 +766,7 @@ def test_a_run_directory_becomes_a_page(browser: Any, tmp_path: Path) -> None:
     opened = Opened(browser, page)
     opened.point_at(100)
     shown = opened.rows_of("#inspector .chosen canvas")[0]
-    np.testing.assert_array_equal(opened.thumbnail("#tip canvas")[..., 0], data.test.images[shown, 0].numpy())
+    np.testing.assert_array_equal(opened.thumbnail("#tip canvas")[..., 0], data.test.images.pixels[shown, 0].numpy())
     assert opened.complaints == []
     opened.context.close()
 

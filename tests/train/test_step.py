@@ -19,9 +19,12 @@ from curvssl import losses
 from curvssl.config import demo
 from curvssl.data.named import load
 from curvssl.data.views import Augment
+from curvssl.gpu.steps import keep_compile_cache
+from curvssl.methods import METHODS
 from curvssl.models import Net, make_net, per_view
-from curvssl.train.loop import Stopped, make_criterion, pretrain
-from curvssl.train.step import Step, keep_compile_cache, make_optimizer
+from curvssl.train.loop import Stopped, pretrain
+from curvssl.train.loop import make_step as step_of
+from curvssl.train.step import Step, make_optimizer
 
 BATCH = 64
 
@@ -37,15 +40,16 @@ def make_step(
     net = (net or small_net()).to(device)
     data = load("digits")
     settings = {"lr": 1e-3, "weight_decay": 1e-4, "momentum": 0.9, "device": device, "mode": mode}
-    return Step(
+    config = dataclasses.replace(demo(), method=method, d_z=16)
+    return step_of(
+        mode,
         net=net,
-        criterion=make_criterion(dataclasses.replace(demo(), method=method, d_z=16)),
+        criterion=METHODS[method].make(**config.loss_settings()),
         augment=Augment(size=16, mean=data.mean, std=data.std, **vars(demo().augment)).to(device),
         optimizer=make_optimizer(net, name=optimizer, **settings),
-        images=data.train.images.to(device),
+        images=data.train.images.pixels.to(device),
         device=device,
         bf16=bf16,
-        mode=mode,
     )
 
 
@@ -99,7 +103,7 @@ def test_a_step_is_the_textbook_step():
     optimizer = torch.optim.Adam(oracle.parameters(), lr=1e-3, weight_decay=1e-4)
     rows, u = torch.arange(BATCH), torch.rand(2, BATCH, step.augment.draws, generator=torch.Generator().manual_seed(0))
     step(rows, u, 1e-3)
-    images = load("digits").train.images[rows]
+    images = load("digits").train.images.pixels[rows]
     z0, z1 = (oracle(step.augment(images, numbers)) for numbers in u)
     loss = losses.BarlowTwinsLoss(lambda_emb=demo().lambda_emb)(z0, z1)
     loss.backward()

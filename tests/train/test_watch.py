@@ -12,10 +12,11 @@ from torch import Tensor
 
 from curvssl.config import UserError
 from curvssl.data import named as data
+from curvssl.data.order import hold_out
 from curvssl.geometry import curvature, kernel_curvature
 from curvssl.losses import BarlowTwinsLoss, CurvSSLLoss, KernelCurvSSLLoss
 from curvssl.train import watch
-from curvssl.train.loop import hold_out, pretrain
+from curvssl.train.loop import pretrain
 from curvssl.train.watch import alarm, effective_rank, geometry_of
 
 FINE = {"epoch": 3, "loss": 1.0, "z_std": 0.5, "effective_rank": 20.0}
@@ -128,10 +129,10 @@ def test_the_monitor_asks_about_images_whose_labels_it_was_not_told(
     asked: list[set[int]] = []
     real = watch.knn_accuracy
 
-    def record(*args: Any, fit: Tensor, held: Tensor, **settings: Any) -> float:
-        told.append(set(fit.tolist()))
+    def record(*args: Any, known: Tensor, held: Tensor, **settings: Any) -> float:
+        told.append(set(known.tolist()))
         asked.append(set(held.tolist()))
-        return real(*args, fit=fit, held=held, **settings)
+        return real(*args, known=known, held=held, **settings)
 
     monkeypatch.setattr(watch, "knn_accuracy", record)
     pretrain(dataclasses.replace(TINY, holdout=share, epochs=1, batch_size=640), out=tmp_path, progress=False)
@@ -146,10 +147,10 @@ def test_the_monitor_runs_every_few_epochs_and_leaves_the_network_alone():
     assert [row["epoch"] for row in run.metrics() if "knn" in row] == [4, 8]
     digits, net = data.load("digits"), run.load_net().train()
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    fit, held = hold_out(len(digits.train.images), share=SHORT.holdout, seed=SHORT.seed)
+    _, held, known = hold_out(len(digits.train.images), share=SHORT.holdout, seed=SHORT.seed)
     settings: dict[str, Any] = {"size": 8, "mean": digits.mean, "std": digits.std, "classes": 10}
     images, labels = digits.train.images, digits.train.labels
-    found = watch.knn_accuracy(net, images, labels, fit=fit, held=held, device=torch.device("cpu"), **settings)
+    found = watch.knn_accuracy(net, images, labels, known=known, held=held, device=torch.device("cpu"), **settings)
     assert found == pytest.approx(run.metrics()[-1]["knn"])
     assert net.training
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())

@@ -1,0 +1,280 @@
+"""N images, uint8 (N, C, H, W), in memory or on disk: one type, and one way to get batches of rows on a device.
+
+What is not in memory is read by worker processes in a given order, some batches ahead of who uses them.
+"""
+
+import gc
+import hashlib
+import math
+import mmap
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from curvssl import ranks
+from curvssl.config import UserError
+
+CHUNK = 64  # images that a worker reads at a time; a batch is made of several
+AHEAD = 2  # chunks that each worker may have ready
+WORKERS = 16  # at most this many a rank
+BAD_SHARE = 0.05  # share of the images that may be unreadable before a run stops
+ATTEMPTS = 100  # images tried in place of one that cannot be read
+
+Bad = dict[int, str]  # number of an image → why it could not be read
+
+
+@dataclass(frozen=True)
+class Images:
+    """Some rows of a source of images. A kind of source says how to `read` them, and what `shape` they have."""
+
+    rows: Tensor  # int64 (N,): which of the source's images these are
+    bad: Bad = field(default_factory=dict, kw_only=True)  # which of all the source's images could not be read so far
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        raise NotImplementedError
+
+    @property
+    def source_size(self) -> int:
+        """How many images the source has, with those outside these rows."""
+        raise NotImplementedError
+
+    @property
+    def pixels(self) -> Tensor | None:
+        """All of them, if they are in memory."""
+        return None
+
+    @property
+    def names(self) -> list[str] | None:
+        """What the source calls them, if it does."""
+        return None
+
+    def read(self, rows: list[int], *, stand_ins: bool) -> tuple[Tensor, Bad]:
+        """uint8 (b, C, H, W) and what could not be read: such a row is another image, or black without stand-ins."""
+        raise NotImplementedError
+
+    def here(self) -> str:
+        """What this machine sees of them, to compare with others."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, rows: Tensor | slice) -> Self:
+        """Some of them, in this order, still where they are."""
+        return replace(self, rows=self.rows[rows])
+
+    def places(self) -> Tensor:
+        """Row numbers of those that are not in `bad`."""
+        return (~torch.isin(self.rows, torch.tensor(sorted(self.bad), dtype=torch.int64))).nonzero()[:, 0]
+
+    def split(self, size: int) -> Iterator[Tensor]:
+        """All of them in order, `size` at a time; what cannot be read is black and noted in `bad`."""
+        workers = min(own_cores(), len(self) // (2 * CHUNK))  # a few images are not worth a process
+        return self.batches(torch.arange(len(self)).split(size), stand_ins=False, workers=workers)
+
+    def batches(
+        self,
+        batches: Iterable[Tensor],
+        *,
+        device: torch.device | None = None,
+        stand_ins: bool = True,
+        workers: int | None = None,
+    ) -> Iterator[Tensor]:
+        """The images of each batch of row numbers, uint8 (b, C, H, W), on `device`; workers read ahead, in order."""
+        cuda = device is not None and device.type == "cuda"
+        workers = own_cores() if workers is None else workers
+        chunk = chunk_size(self.shape, workers=workers)
+        sizes: list[int] = []  # of the batches whose chunks have been handed out, so at most a few
+
+        def chunks() -> Iterator[list[int]]:
+            for rows in batches:
+                sizes.append(len(rows))
+                yield from (part.tolist() for part in rows.split(chunk))
+
+        loader = torch.utils.data.DataLoader(
+            _Reader(self, stand_ins=stand_ins),
+            batch_sampler=chunks(),
+            collate_fn=_as_read,
+            num_workers=workers,
+            prefetch_factor=AHEAD if workers else None,
+            pin_memory=cuda,
+            generator=torch.Generator(),  # it draws a seed for its workers, and not from the caller's numbers
+        )
+        batch: Tensor | None = None
+        filled = 0
+        for pixels, bad in _started(loader):
+            self.note(bad)
+            if batch is None:
+                shape = (sizes[0], *self.shape[1:])
+                batch = torch.empty(shape, dtype=torch.uint8, device=device) if cuda else blank(shape)
+            batch[filled : filled + len(pixels)].copy_(pixels, non_blocking=cuda)
+            filled += len(pixels)
+            if filled == len(batch):
+                yield batch
+                sizes.pop(0)
+                batch, filled = None, 0
+
+    def note(self, bad: Bad) -> None:
+        """Keep what could not be read; too much of it is an error."""
+        if bad:
+            self.bad.update(bad)
+            check_share(len(self.bad), self.source_size, example=next(iter(bad.values())))
+
+    def exchange_bad(self) -> Bad:
+        """What any rank could not read so far; they all know it then. All ranks must call it."""
+        for bad in ranks.from_all(dict(self.bad)):
+            self.bad.update(bad)
+        return self.bad
+
+
+@dataclass(frozen=True)
+class TensorImages(Images):
+    """Images in memory."""
+
+    source: Tensor  # uint8 (n, C, H, W)
+
+    @classmethod
+    def of(cls, pixels: Tensor) -> Self:
+        return cls(torch.arange(len(pixels)), pixels)
+
+    @property
+    def pixels(self) -> Tensor:
+        return self.source if len(self.rows) == len(self.source) else self.source[self.rows]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return (len(self.rows), *self.source.shape[1:])
+
+    @property
+    def source_size(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, rows: Tensor | slice) -> Self:
+        return type(self).of(self.pixels[rows])
+
+    def split(self, size: int) -> Iterator[Tensor]:
+        return iter(self.pixels.split(size))
+
+    def read(self, rows: list[int], *, stand_ins: bool) -> tuple[Tensor, Bad]:
+        return self.pixels[rows], {}
+
+    def here(self) -> str:
+        digest = hashlib.sha256(self.pixels.contiguous().numpy().data).hexdigest()
+        return f"an array {self.shape} with SHA-256 {digest[:12]}"
+
+
+@dataclass(frozen=True)
+class DecodedImages(Images):
+    """Images that are decoded one by one when they are read; a kind of them says how to `decode` one."""
+
+    channels: int
+    canvas: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return len(self.rows), self.channels, self.canvas, self.canvas
+
+    def decode(self, image: int) -> np.ndarray:
+        """uint8 (channels, canvas, canvas) of one of the source's images. Raises whatever is wrong with it."""
+        raise NotImplementedError
+
+    def name(self, image: int) -> str:
+        raise NotImplementedError
+
+    def read(self, rows: list[int], *, stand_ins: bool) -> tuple[Tensor, Bad]:
+        read = blank((len(rows), *self.shape[1:]))
+        pixels = read.numpy()
+        bad: Bad = {}
+        for i, row in enumerate(rows):
+            first = int(self.rows[row])
+            for image in self._in_place_of(first) if stand_ins else (first,):
+                if image in bad or image in self.bad:
+                    continue
+                try:
+                    pixels[i] = self.decode(image)
+                    break
+                except UserError:
+                    raise
+                except Exception as error:  # a damaged image can raise nearly anything
+                    bad[image] = f"{self.name(image)}: {why(error)}"
+        return read, bad
+
+    def _in_place_of(self, image: int) -> Iterator[int]:
+        """The image, then others of these at random; the same ones on every rank and in every epoch."""
+        yield image
+        drawn = random.Random(image)
+        for _ in range(ATTEMPTS):
+            yield int(self.rows[drawn.randrange(len(self.rows))])
+
+
+class _Reader(torch.utils.data.Dataset):
+    def __init__(self, images: Images, *, stand_ins: bool) -> None:
+        self.images, self.stand_ins = images, stand_ins
+
+    def __getitems__(self, rows: list[int]) -> tuple[Tensor, Bad]:
+        return self.images.read(rows, stand_ins=self.stand_ins)
+
+
+def _as_read(read: Any) -> tuple[Tensor, Bad]:
+    return read
+
+
+def _started(loader: Iterable[tuple[Tensor, Bad]]) -> Iterator[tuple[Tensor, Bad]]:
+    with warnings.catch_warnings():
+        # Python 3.12 warns of a fork in a process with threads; the workers use none of what those threads hold.
+        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+        # A worker must not collect the garbage it was born with: to free a CUDA tensor there ends it.
+        gc.collect()
+        gc.freeze()
+        try:
+            return iter(loader)
+        finally:
+            gc.unfreeze()
+
+
+def blank(shape: tuple[int, ...]) -> Tensor:
+    """Zeros in pages of their own, which go back to the system with the tensor. Batches from the C library's heap would
+    leave holes that the next, aligned, does not quite fit: memory would creep up by a third of what is read."""
+    pages = mmap.mmap(-1, math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(shape)
+
+
+def check_share(bad: int, n: int, *, example: str) -> None:
+    if bad > BAD_SHARE * n:
+        raise UserError(
+            f"{bad:,} of {n:,} images cannot be read, more than the {BAD_SHARE:.0%} that are skipped (the last: "
+            f"{example}): mend or remove them"
+        )
+
+
+def why(error: Exception) -> str:
+    """The error in a few words."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return f"{type(error).__name__}: {' '.join(text.split())[:200]}"
+
+
+def own_cores() -> int:
+    """Worker processes for this rank: the cores it may use, shared with the other ranks of this machine."""
+    known: Callable[[int], Iterable[int]] | None = getattr(os, "sched_getaffinity", None)
+    cores = len(list(known(0))) if known else os.cpu_count() or 1
+    return max(1, min(WORKERS, cores // ranks.ranks_here()))
+
+
+def chunk_size(shape: tuple[int, int, int, int], *, workers: int) -> int:
+    """CHUNK, or fewer where shared memory, through which workers hand over pixels, is small (64 MB in a container)."""
+    _, channels, height, width = shape
+    try:
+        shared = os.statvfs("/dev/shm")
+    except OSError:
+        return CHUNK
+    room = shared.f_bavail * shared.f_frsize // 2 // ranks.ranks_here()
+    chunks = max(1, workers) * (AHEAD + 1)
+    return max(1, min(CHUNK, room // (chunks * channels * height * width)))

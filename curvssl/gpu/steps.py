@@ -1,0 +1,299 @@
+"""The step of train/step.py compiled, or in pieces as one CUDA graph, with hand-written kernels where there are any."""
+
+import hashlib
+import os
+import shutil
+import sys
+import time
+import types
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from curvssl.losses import Loss
+from curvssl.models import Net
+
+if TYPE_CHECKING:
+    from curvssl.train.step import Step
+
+KEEP_DAYS = 30  # after the last run of a state of the code, what was compiled for it goes
+WARM_STEPS = 3  # real steps taken before a capture: they compile, and they make the optimiser's state
+
+Piece = Callable[[Tensor], tuple[Tensor, Tensor]]  # embeddings (2b, d) → some terms, and the gradient of their share
+
+
+class FastStep:
+    """Takes the steps of a plain `Step` in mode "compiled" or "captured", and hands back to it what cannot be."""
+
+    def __init__(self, step: "Step", mode: str) -> None:
+        keep_compile_cache()
+        self.step = step
+        cuda = step.device.type == "cuda"
+        # Many kernels of a small network last a few µs; launched together, a 7×7-stem step takes an eighth less.
+        self._options: dict[str, Any] = {"combo_kernels": True} if cuda else {}
+        if cuda:
+            seek_fastest_convolutions()
+            from curvssl.gpu import colour
+
+            colour.speed_up(step.augment)
+        # A criterion from outside is run as it is: nobody knows what a compiler would make of it.
+        self._sum = isinstance(step.criterion, Loss) and not any(True for _ in step.criterion.parameters())
+        self._by_hand = False  # the encoder's pass
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._static: tuple[Tensor, Tensor] | None = None
+        self._taken = 0  # steps
+        self._plain_state = plain_state(step.criterion)
+        step.mode, step.take = mode, self.take
+        if mode == "captured":
+            self._pieces = self._in_pieces()
+        else:
+            self._whole = self._compiled(self._terms if self._sum else step.embed)
+
+    def take(self, batch: Tensor, u: Tensor) -> None:
+        """One step, or if this is the first and cannot be compiled, the plain step from now on."""
+        step = self.step
+        try:
+            (self._take_captured if step.mode == "captured" else self._take_compiled)(batch, u)
+        except Exception as error:
+            if self._taken or not is_from_a_compiler(error):
+                raise
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            print(f"this step cannot be compiled ({reason}): going on eagerly", file=sys.stderr)
+            if step.device.type == "cuda":
+                torch.cuda.synchronize()  # with what had begun on other streams
+            step.mode, step.take = "eager", step.plainly
+            step.plainly(batch, u)
+        self._taken += 1
+
+    def _compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        return torch.compile(with_own_code(function), dynamic=False, options=self._options | options or None)
+
+    # ---- compiled ----
+
+    def _terms(self, batch: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.step.embed(batch, u)
+        return torch.stack(tuple(self.step.criterion.terms(*z.chunk(2)).values())), z  # type: ignore[operator]
+
+    def _take_compiled(self, batch: Tensor, u: Tensor) -> None:
+        """Weights are applied outside what is compiled, or a new weight would be a new compilation."""
+        step = self.step
+        step.optimizer.zero_grad()
+        if self._sum:
+            terms, z = self._whole(batch, u)
+            loss = step.criterion.weigh(dict(zip(step.names, terms.unbind(), strict=True)))  # type: ignore[operator]
+        else:
+            z = self._whole(batch, u)
+            loss, terms = step.judge(*z.chunk(2))
+        loss.backward()
+        step.finish([terms.detach()], [step.weights], z)
+
+    # ---- captured ----
+
+    def _take_captured(self, batch: Tensor, u: Tensor) -> None:
+        if self._static is None:
+            self._static = (batch.clone(), u.clone())
+        self._static[0].copy_(batch)
+        self._static[1].copy_(u)
+        if self._taken < WARM_STEPS:
+            from curvssl.gpu import overlap
+
+            # The steps before the capture are real ones, on another stream, as capture asks.
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream), nullcontext() if self._taken else overlap.one_stream():
+                self._take_pieces(*self._static)
+            torch.cuda.current_stream().wait_stream(stream)
+            return
+        if self._graph is None and not self._capture(*self._static):
+            self._take_pieces(batch, u)
+            return
+        assert self._graph is not None
+        self._graph.replay()
+
+    def _capture(self, batch: Tensor, u: Tensor) -> bool:
+        """Record the step; where that cannot be, one line says why, and steps go on in pieces."""
+        changed = [
+            name for name, value in plain_state(self.step.criterion).items() if value != self._plain_state.get(name)
+        ]
+        try:
+            if changed:
+                raise RuntimeError(f"the criterion's {', '.join(changed)} changes on the host from step to step")
+            from curvssl.gpu.driver import zero_by_kernels
+
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
+            self.step.optimizer.zero_grad()
+            # What the rest of the step waits for goes before what runs beside it.
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1)):
+                self._take_pieces(batch, u)
+            zero_by_kernels(graph)
+            graph.instantiate()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            print(f"this step cannot be captured in a CUDA graph ({reason}): going on compiled", file=sys.stderr)
+            self.step.mode, self.step.take = "compiled", self._take_pieces
+            torch.cuda.synchronize()
+            # torch's own random numbers still believe in the capture; a copy of their state does not.
+            numbers = torch.cuda.default_generators[torch.cuda.current_device()]
+            numbers.graphsafe_set_state(numbers.clone_state())
+            return False
+        self._graph = graph
+        return True
+
+    def _take_pieces(self, batch: Tensor, u: Tensor) -> None:
+        """The step in pieces that are compiled or written by hand: each term goes from the embeddings to its share of
+        their gradient without waiting for the others, all but the first on the second stream."""
+        from curvssl.gpu import overlap
+
+        step = self.step
+        step.optimizer.zero_grad()
+        embed, pieces, weights = self._pieces
+        here, beside = torch.cuda.current_stream(), overlap.second_stream()
+        copies = embed(batch, u, readers=len(pieces))
+        gradients, terms = [*copies], [*copies]
+        beside.wait_stream(here)
+        for i in reversed(range(len(pieces))):
+            with torch.cuda.stream(beside if i else here):
+                terms[i], gradients[i] = pieces[i](copies[i])
+        here.wait_stream(beside)
+
+        def backward() -> None:
+            torch.autograd.backward(copies, gradients)
+
+        if self._by_hand and overlap.moves(step.optimizer):
+            overlap.backward_and_step(backward, step.optimizer)
+            step.keep(terms, weights, copies[0])
+        else:
+            backward()
+            step.finish(terms, weights, copies[0])
+
+    def _in_pieces(self) -> tuple[Callable[..., tuple[Tensor, ...]], list[Piece], list[Tensor]]:
+        """The embeddings, the pieces of the loss, and their weights, which are read at every step."""
+        from curvssl.gpu import layers
+
+        step = self.step
+        self._by_hand = isinstance(step.net, Net) and layers.takes(step.net.encoder)
+        embed = self._embed_by_hand() if self._by_hand else self._compiled(self._embed)
+        if not self._sum:
+            return embed, [self._own], [step.weights]
+        parts = [part for _, part in step.parts()]
+        weights = list(step.weights.split([len(part.names) for part in parts]))
+        return embed, [self._piece(part, weight) for part, weight in zip(parts, weights, strict=True)], weights
+
+    def _piece(self, part: Loss, weights: Tensor) -> Piece:
+        from curvssl.gpu import fused
+
+        def terms(z: Tensor) -> Tensor:
+            return part.exactly(z.unflatten(0, (2, -1)))
+
+        plain = self._compiled(terms, split_reductions=False)  # one launch costs more here than what a second gains
+
+        def piece(z: Tensor) -> tuple[Tensor, Tensor]:
+            z = z.detach().requires_grad_()
+            fast = fused.numbers(part, z.unflatten(0, (2, -1)))
+            found = plain(z) if fast is None else fast
+            return found.detach(), torch.autograd.grad(found, z, weights)[0]
+
+        return piece
+
+    def _own(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """A criterion from outside, which may have parameters too."""
+        z = z.detach().requires_grad_()
+        loss, terms = self.step.judge(*z.chunk(2))
+        loss.backward()
+        assert z.grad is not None
+        return terms, z.grad
+
+    def _embed(self, batch: Tensor, u: Tensor, readers: int) -> tuple[Tensor, ...]:
+        return copies_of(self.step.embed(batch, u), readers)
+
+    def _embed_by_hand(self) -> Callable[..., tuple[Tensor, ...]]:
+        """`_embed` with an encoder that the compiler does not look into."""
+        from curvssl.gpu import layers
+
+        step, net = self.step, self.step.net
+        low = torch.bfloat16 if step.bf16 else torch.float32
+        assert isinstance(net, Net)
+
+        def projected(h: Tensor, readers: int) -> tuple[Tensor, ...]:
+            with torch.autocast(step.device.type, torch.bfloat16, enabled=step.bf16):
+                z = net.projector(h)
+            return copies_of(z.to(torch.promote_types(z.dtype, torch.float32)), readers)
+
+        views = self._compiled(lambda batch, u: step.views(batch, u).to(low))
+        project = self._compiled(projected)
+
+        def embed(batch: Tensor, u: Tensor, readers: int) -> tuple[Tensor, ...]:
+            if self._taken or not batch.is_cuda:
+                x = views(batch, u)
+            else:  # the encoder's kernels are compiled while the compiler is at the views
+                with ThreadPoolExecutor(1) as beside:
+                    shape = (2 * len(batch), step.augment.size, low, torch.cuda.current_stream())
+                    done = beside.submit(layers.rehearse, net.encoder, *shape)
+                    x = views(batch, u)
+                    done.result()
+            return project(layers.encode(net.encoder, x), readers)
+
+        return embed
+
+
+def copies_of(z: Tensor, readers: int) -> tuple[Tensor, ...]:
+    """One copy a reader, so that the compiler adds the readers' gradients where it next touches them."""
+    return (z, *(z.clone() for _ in range(readers - 1)))
+
+
+def plain_state(criterion: Any) -> dict[str, Any]:
+    """The numbers and words that a module keeps beside its tensors: a captured step would not see them change."""
+    kinds = (bool, int, float, str, tuple)
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, module in criterion.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, kinds) and not isinstance(module, Loss)  # whose weights are read at every step
+    }
+
+
+def seek_fastest_convolutions() -> None:
+    """Training meets the same shapes again and again: cuDNN times all its algorithms for them, not the first ten."""
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark_limit = 0
+
+
+def is_from_a_compiler(error: Exception) -> bool:
+    """Whether torch's compiler or Triton's gave up."""
+    return isinstance(error, torch._dynamo.exc.TorchDynamoException) or type(error).__module__.startswith("triton.")
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with a code object of its own: torch.compile gives up on one that it has compiled eight times,
+    and a process may train more often than that."""
+    if isinstance(function, types.MethodType):
+        return types.MethodType(with_own_code(function.__func__), function.__self__)
+    assert isinstance(function, types.FunctionType)
+    code, name = function.__code__.replace(), function.__name__
+    own = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
+
+
+def keep_compile_cache() -> None:
+    """What was compiled once is found again by the next run of the same code. (torch does not see that the gradient of
+    an operation was rewritten, hence a folder for each state of the code; and hence it keeps graphs with an
+    autograd.Function only if asked to.)"""
+    import torch._functorch.config
+
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    folder = Path.home() / ".cache" / "curvssl" / "compiled" / digest[:16]
+    if os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder)) == str(folder):
+        with suppress(OSError):  # a full or read-only disk is no reason not to train
+            folder.mkdir(parents=True, exist_ok=True)
+            os.utime(folder)  # used today
+            for other in folder.parent.iterdir():
+                if time.time() - other.stat().st_mtime > KEEP_DAYS * 24 * 3600:
+                    shutil.rmtree(other, ignore_errors=True)  # another process may be at it too
