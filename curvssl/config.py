@@ -88,8 +88,8 @@ class PretrainConfig(LossSettings):
     holdout: float = 0.1  # share of the training images kept out of pretraining, for the kNN monitor
     monitor_every: int = 5  # epochs between two runs of the kNN monitor; 0 never
 
-    encoder: str = "resnet18"  # resnet18, resnet-mini or timm:NAME
-    stem: str = "imagenet"  # resnet18's first layers: imagenet (7×7, stride 2, maxpool) or small (3×3)
+    encoder: str = "resnet18"  # resnet18, resnet50, resnet-mini or timm:NAME
+    stem: str = "imagenet"  # the ResNets' first layers: imagenet (7×7, stride 2, maxpool) or small (3×3)
     projector_width: int = 512  # width of the projector's hidden layers
     projector_depth: int = 2  # linear layers in the projector
     projector_norm: bool = False  # a BatchNorm without parameters behind the projector's last layer
