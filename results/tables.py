@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import mean, median, quantiles
 from typing import Any
 
 HERE = Path(__file__).parent
@@ -123,15 +123,61 @@ def gpu_hosts() -> str:
     return markdown(header, rows, "gpu*.json", "one run a column")
 
 
-def speed() -> str:
-    """README's short form: our CurvSSL step beside lightly's Barlow Twins step."""
-    steps = steps_of(read("gpu.json"))
+def gains() -> str:
+    """README's only table: accuracy beside the paper's, and a training step beside lightly's."""
+    from curvssl.paper.reproduce import PAPER, read_results
+
+    accuracies: dict[tuple[str, str], list[float]] = {}
+    for cell in read_results("faithful", results=HERE).values():
+        key = cell["config"]["dataset"], cell["config"]["method"]
+        accuracies.setdefault(key, []).append(cell["probes"]["mlp"]["mean"])
+    titles = {
+        "barlow-twins": "Barlow Twins",
+        "curvssl": "CurvSSL",
+        "kernel-curvssl": "kernel CurvSSL",
+        "vicreg": "VICReg",
+    }
     rows = []
+    for dataset, title in (("cifar10", "CIFAR-10"), ("mnist", "MNIST")):
+        theirs = [f"{PAPER[dataset, method]:.1f}" for method in titles]
+        ours = [f"{mean(accuracies[dataset, method]):.1f}" for method in titles]
+        rows.append([f"accuracy on {title}, %", f"the paper: {' / '.join(theirs)}", " / ".join(ours)])
+    steps = steps_of(read("gpu.json"))
     for stem, name in STEMS.items():
-        ours, theirs = (steps[stem, method]["ms"] for method in ("curvssl", "lightly"))
-        over = cost(steps[stem, "curvssl"], steps[stem, "barlow-twins"])
-        rows.append([f"ResNet-18, {name} stem", f"{ours:.2f} ms", f"{theirs:.1f} ms", f"{theirs / ours:.1f}×", over])
-    header = ("b = 256", "CurvSSL, ours", "Barlow Twins, lightly", "ratio", "the curvature term costs")
+        mine, peer = (steps[stem, method]["ms"] for method in ("curvssl", "lightly"))
+        times = [f"lightly: {peer:.1f} ms", f"{mine:.2f} ms, {peer / mine:.0f}× faster"]
+        rows.append([f"one training step, ResNet-18, {name} stem", *times])
+    made = read("gpu.json")["provenance"]
+    where = f"accuracy: {' / '.join(titles.values())}, mean of three seeds; step: {made['device']}"
+    return markdown(("", "elsewhere", "curvssl"), rows, "faithful/, results/gpu.json", where)
+
+
+def speed() -> str:
+    """The short form: our steps, a row for each network and batch, beside lightly's Barlow Twins step."""
+    found = read("gpu.json")
+    top = found["ceilings"]["bf16_TFLOP_per_s"]
+    steps = {(r["stem"], r["batch"], r.get("method") or r["peer"]): r for r in found["steps"] + found["peers"]}
+    rows = []
+    for stem, batch in dict.fromkeys((r["stem"], r["batch"]) for r in found["steps"]):
+        base, ours, kernel = (steps[stem, batch, name] for name in ("barlow-twins", "curvssl", "kernel-curvssl"))
+        views = 2e3 * batch / ours["ms"]
+        peer = steps.get((stem, batch, "lightly"))
+        theirs = f"{peer['ms']:.1f} ms, {peer['ms'] / ours['ms']:.1f}×" if peer else ""
+        rate = [f"{views:,.0f}", f"{views * FLOPS[stem] / top / 1e12:.0%}"]
+        terms = [cost(ours, base), cost(kernel, base)]
+        rows.append(
+            [f"{STEMS[stem]}, {batch}", f"{ours['ms']:.2f} ms", theirs, *rate, *terms, f"{ours['peak_GB']:.1f} GB"]
+        )
+    costs = ("the curvature costs", "the kernel curvature costs")
+    header = (
+        "stem, batch",
+        "CurvSSL, ours",
+        "Barlow Twins, lightly",
+        "views/s",
+        "of the bf16 ceiling",
+        *costs,
+        "memory",
+    )
     return markdown(header, rows, "gpu.json")
 
 
@@ -262,6 +308,59 @@ def trap() -> str:
         )
     header = ("cell", "effective rank r", "r / (r + λ(d − r))", "C's diagonal", "L_emb")
     return markdown(header, rows, "recipe/, literal/", "the last epoch's means; commits in their tables")
+
+
+def recipe_effects() -> str:
+    """What one setting changes: pairs of cells of the study `recipe` that differ in it alone."""
+    pairs = (
+        ("cifar10-barlow-twins-200-cosine-warm40", "200-cosine-warm40-crop.08"),
+        ("cifar10-barlow-twins-200-cosine-warm40-crop.08", "200-best-crop.05"),
+        ("cifar10-barlow-twins-cosine", "cosine-crop.4"),
+        ("cifar10-barlow-twins-cosine", "cosine-crop.08"),
+        ("mnist-barlow-twins-crop.8", "crop.5"),
+        ("mnist-barlow-twins-crop.8", "crop.3"),
+        ("cifar10-barlow-twins-200-cosine-warm40-crop.08", "200-best-colour.2"),
+        ("cifar10-barlow-twins-200-best-constant-warm80-colour.4", "200-best-constant-warm80-colour.6"),
+        ("cifar10-barlow-twins-200-best-constant-warm80-colour.4", "200-best-constant-warm80-colour.8"),
+        ("cifar10-barlow-twins-cosine", "cosine-colour.8"),
+        ("cifar10-barlow-twins-cosine", "cosine-warm20"),
+        ("cifar10-barlow-twins-200-cosine", "200-cosine-warm40"),
+        ("cifar10-barlow-twins-200-best-constant", "200-best-constant-warm80-colour.4"),
+        ("cifar10-barlow-twins-cosine", "constant"),
+        ("cifar10-barlow-twins-200-cosine", "200-constant"),
+        ("cifar10-barlow-twins-200-cosine-warm40-crop.08", "200-best-constant"),
+        ("cifar10-barlow-twins-cosine", "cosine-norm"),
+        ("cifar10-barlow-twins-cosine", "cosine-wide"),
+        ("cifar10-barlow-twins-200-cosine-warm40", "200-cosine-warm40-wide"),
+        ("cifar10-barlow-twins-200-cosine-warm40-crop.08", "200-best-narrow"),
+        ("cifar10-vicreg-cosine", "cosine-wide"),
+        ("cifar10-barlow-twins-cosine", "cosine-blur"),
+        ("cifar10-kernel-curvssl-cosine-median", "cosine-scale"),
+        ("cifar10-kernel-curvssl-cosine-median", "cosine-auto"),
+    )
+    rows = []
+    for before, after in pairs:
+        dataset, _, rest = before.partition("-")
+        method = next(m for m in ("barlow-twins", "vicreg", "kernel-curvssl") if rest.startswith(m))
+        old, new = (read(f"recipe/{name}.json") for name in (before, f"{dataset}-{method}-{after}"))
+        changes = [
+            f"{new['probes'][probe]['mean'] - old['probes'][probe]['mean']:+.1f}" for probe in ("mlp", "linear", "knn")
+        ]
+        rows.append([f"{dataset}, {rest}", changed(old["config"], new["config"]), *changes])
+    header = ("starting from", "what changes", "mlp", "linear", "kNN")
+    return markdown(header, rows, "recipe/", "change in points of held-out accuracy; one seed")
+
+
+def changed(old: Any, new: Any) -> str:
+    """The one setting in which two configurations differ: `name: old → new`."""
+    before, after = ({**config, **config["augment"], "augment": None} for config in (old, new))
+    names = [name for name in before if before[name] != after[name]]
+    if names == ["brightness", "contrast", "saturation", "hue"]:  # strengths of one operation, changed together
+        return f"colour strength: {before['brightness']} → {after['brightness']}"
+    (name,) = names
+    if name == "crop_scale":
+        return f"smallest crop: {before[name][0]} → {after[name][0]}"
+    return f"{name}: {before[name]} → {after[name]}"
 
 
 def literal_runs() -> str:
@@ -436,6 +535,7 @@ def of_study(name: str) -> Callable[[], str]:
 MADE = (
     demo,
     demo_costs,
+    gains,
     speed,
     gpu,
     gpu_rest,
@@ -449,6 +549,7 @@ MADE = (
     gpu_fusions,
     gpu_start_up,
     trap,
+    recipe_effects,
     literal_runs,
     maps,
     repeated,

@@ -172,7 +172,7 @@ def test_the_demo_trains_probes_and_draws_all_four_methods(demo: tuple[subproces
 
 # ---- README ----
 
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text() + (ROOT / "docs/guide.md").read_text()  # two commands; all others
 
 
 def readme_blocks() -> list[list[str]]:
