@@ -27,8 +27,17 @@ def test_unknown_name_is_an_attribute_error_and_types_are_declared() -> None:
     assert files("curvssl").joinpath("py.typed").is_file()
 
 
-def test_readme_names_every_file_of_the_package():
+def test_the_file_tree_has_a_line_for_every_file_of_the_package() -> None:
     root = Path(__file__).parents[2]
-    table = (root / "README.md").read_text().split("## The files")[1]
-    for file in (root / "curvssl").glob("*.py"):
-        assert f"`{file.name}`" in table or file.stem.startswith("__"), file.name
+    tree = (root / "CONTRIBUTING.md").read_text().split("```")[1]
+    named, folder = set(), ""
+    for line in tree.partition("curvssl/\n")[2].partition("tests/")[0].splitlines():
+        name, _, purpose = line.strip().partition(" ")
+        if name.endswith("/"):
+            folder = name
+        elif "." in name:
+            named.add((folder if line.startswith("    ") else "") + name)
+            assert purpose.strip(), f"{name} has no purpose"
+    files = [file for suffix in ("py", "js", "html", "css") for file in (root / "curvssl").rglob(f"*.{suffix}")]
+    there = {str(file.relative_to(root / "curvssl")) for file in files}
+    assert {name for name in there if not name.endswith("/__init__.py")} <= named
