@@ -403,7 +403,7 @@ def probe_run() -> dict[str, float]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Steps and peers; the rest is in the JSON, and in docs/performance.md."""
+    """Steps and peers; the rest is in the JSON, and in docs/notebook.md."""
     top = found["ceilings"]["bf16_TFLOP_per_s"]
     rows = [*found["steps"], *found.get("peers", [])]
     ms = {(r["stem"], r["batch"], r.get("method")): r["ms"] for r in rows}
