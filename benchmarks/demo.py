@@ -55,7 +55,6 @@ def step_costs() -> dict[str, float]:
         images=data.train.images.pixels,
         device=device,
         bf16=False,
-        mode="eager",
     )
     rows = torch.arange(config.batch_size)
     u = torch.rand(2, config.batch_size, step.augment.draws)

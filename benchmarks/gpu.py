@@ -60,23 +60,21 @@ def make_step(stem: str, batch: int, method: str, mode: str) -> tuple[Any, Calla
     """The product's own step on random images, and one call of it."""
     from curvssl.config import PretrainConfig
     from curvssl.data.views import Augment
-    from curvssl.models import seek_fastest_convolutions
-    from curvssl.train.loop import make_criterion
-    from curvssl.train.step import Step, make_optimizer
+    from curvssl.train import loop
+    from curvssl.train.step import make_optimizer
 
-    seek_fastest_convolutions()
     device = torch.device("cuda")
     net = network(stem)
     config = PretrainConfig(method=method)
-    step = Step(
+    step = loop.make_step(
+        mode,
         net=net,
-        criterion=make_criterion(config),
+        criterion=loop.make_criterion(config),
         augment=Augment(size=32, mean=MEAN, std=STD, **vars(config.augment)).to(device),
         optimizer=make_optimizer(net, name="adam", lr=1e-3, weight_decay=1e-4, momentum=0.9, device=device, mode=mode),
         images=images(device="cuda"),
         device=device,
         bf16=True,
-        mode=mode,
     )
     order = torch.randperm(IMAGES, device=device)
     numbers = torch.Generator(device=device)
@@ -95,7 +93,7 @@ def make_step(stem: str, batch: int, method: str, mode: str) -> tuple[Any, Calla
 def search(stem: str, batch: int) -> None:
     """One pass, forward and back, for which cuDNN times its algorithms; a process keeps what it found."""
     from curvssl.gpu import layers, overlap
-    from curvssl.models import seek_fastest_convolutions
+    from curvssl.gpu.steps import seek_fastest_convolutions
 
     seek_fastest_convolutions()
     x = torch.randn(2 * batch, 3, 32, 32, device="cuda", dtype=torch.bfloat16)
@@ -195,7 +193,7 @@ def floor(stem: str, batch: int, ceiling: dict[str, float]) -> dict[str, Any]:
     from torchvision.models.resnet import BasicBlock
 
     from curvssl.gpu.driver import zero_by_kernels
-    from curvssl.models import seek_fastest_convolutions
+    from curvssl.gpu.steps import seek_fastest_convolutions
 
     net = network(stem).bfloat16()
     seek_fastest_convolutions()
@@ -402,6 +400,21 @@ def probe_run() -> dict[str, float]:
         return {"seconds": time.perf_counter() - started}
 
 
+def command(epochs: int = 80, *, settled: int = 10) -> dict[str, float]:
+    """Milliseconds a step of the paper's CIFAR-10 run as the command trains it, from an epoch on in which it has been
+    captured: with the order, the random numbers, the metrics of every epoch and the kNN monitor's."""
+    import dataclasses
+
+    from curvssl.config import paper_cifar10
+    from curvssl.train.loop import pretrain
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = dataclasses.replace(paper_cifar10(), epochs=epochs, warmup_epochs=10)
+        rows = pretrain(config, out=folder, progress=False).metrics()
+    steps, seconds = (rows[-1][key] - rows[settled - 1][key] for key in ("step", "seconds"))
+    return {"epochs": epochs, "steps": steps, "seconds": seconds, "ms": 1e3 * seconds / steps}
+
+
 def table(found: dict[str, Any]) -> str:
     """Steps and peers; the rest is in the JSON, and in docs/notebook.md."""
     top = found["ceilings"]["bf16_TFLOP_per_s"]
@@ -453,6 +466,7 @@ PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "augmentation": lambda found: augmentation(),
     "start_up": lambda found: start_up(),
     "probe": lambda found: probe_run(),
+    "command": lambda found: command(),
 }
 
 

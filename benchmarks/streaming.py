@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from curvssl.config import AugmentConfig
-from curvssl.data import stream
+from curvssl.data.images import Images
+from curvssl.data.memory import resident
 from curvssl.data.named import load
 from curvssl.data.pack import pack
 from curvssl.data.views import Augment
@@ -106,14 +107,14 @@ def streaming(root: Path, packed: Path, *, workers: int, device: torch.device, r
     """Medians over the rounds, in images a second for "images …" and views a second for "views …"."""
     folder = load(f"folder:{root}", size=SIZE).train.images
     array = load(f"array:{packed}", size=SIZE).train.images
-    memory = stream.resident(array, device=device)
+    memory = resident(array, device=device)
     augment = Augment(size=SIZE, mean=MEAN, std=STD, **vars(AugmentConfig())).to(device)
     views: Callable[..., Tensor] = torch.compile(augment, dynamic=False) if device.type == "cuda" else augment
 
-    def ours(images: stream.Images) -> Iterator[Tensor]:
-        return stream.stream(images, orders(len(images)), device=device, workers=workers)
+    def ours(images: Images) -> Iterator[Tensor]:
+        return images.batches(orders(len(images)), device=device, workers=workers)
 
-    def resident() -> Iterator[Tensor]:
+    def from_memory() -> Iterator[Tensor]:
         return (memory[rows.to(device)] for rows in orders(len(memory)))
 
     def two_views(batches: Iterator[Tensor]) -> Iterator[Tensor]:
@@ -125,9 +126,9 @@ def streaming(root: Path, packed: Path, *, workers: int, device: torch.device, r
         "views, torchvision's pipeline": lambda: torchvision_batches(root, workers=workers, device=device),
         "views from the folder": lambda: two_views(ours(folder)),
         "views from the packed array": lambda: two_views(ours(array)),
-        "views from device memory": lambda: two_views(resident()),
+        "views from device memory": lambda: two_views(from_memory()),
     }
-    for _ in two_views(resident()):  # compiled once, before the clock runs
+    for _ in two_views(from_memory()):  # compiled once, before the clock runs
         break
     found: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds):

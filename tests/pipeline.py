@@ -42,7 +42,13 @@ def in_tritons_interpreter(code: str) -> None:
     """Run a script in a process of its own, beside the tests: the interpreter is chosen when triton is imported."""
     pytest.importorskip("triton", reason="the kernels are written in Triton, which this platform does not have")
     tests = Path(__file__).parent
-    path = os.pathsep.join([str(tests), *(str(tests / room) for room in ("data", "gpu", "train")), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(
+        [
+            str(tests),
+            *(str(tests / room) for room in ("data", "gpu", "train")),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]
+    )
     settings = {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -126,7 +126,7 @@ def _train(
     net = net.to(memory_format=torch.channels_last)  # faster convolutions, on CPU too
     if world > 1:
         ranks.synchronise(net, device=device)
-    criterion = (criterion or METHODS[config.method].make(**config.loss_settings())).to(device)
+    criterion = (criterion or make_criterion(config)).to(device)
     optimizer = make_optimizer(
         nn.ModuleList([net, criterion]),
         name=config.optimizer,
@@ -263,6 +263,11 @@ def pick_mode(name: str, *, device: torch.device, optimizer: str) -> str:
             return "compiled"
         return "captured"
     return "eager" if name == "auto" else name
+
+
+def make_criterion(config: PretrainConfig) -> nn.Module:
+    """The loss of the method that the configuration names, with its settings."""
+    return METHODS[config.method].make(**config.loss_settings())
 
 
 def make_step(mode: str, *, net: nn.Module, device: torch.device, **parts: Any) -> Step:

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torchvision.transforms as T
 import torchvision.transforms.functional as TF
-from pipeline import in_tritons_interpreter
 from scipy.stats import chisquare, ks_2samp  # type: ignore[import-untyped]
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
@@ -407,33 +406,6 @@ def test_compiled_with_fullgraph_gives_the_same_views(backend: str, recipe: dict
     images, u = photos(4, 3, 20, 20), uniforms(4, model.draws)
     compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
     torch.testing.assert_close(compiled(images, u), model(images, u), atol=2e-5, rtol=0)
-
-
-def compare_colour(*, size: int, device: str) -> None:
-    """Colour jitter and grayscale in one kernel against the plain functions in float64; a channel may be empty."""
-    from curvssl.gpu import colour
-
-    generator = torch.Generator().manual_seed(size)
-    recipe = Augment(size=size, mean=MEAN, std=STD)
-    x = torch.rand(24, 3, size, size, generator=generator)
-    x[0] = x[0, :1]  # a grey image has no hue
-    x[1, 1:] = 0
-    parameters = recipe.jitter_parameters(uniforms(24, sum(recipe.jitter_columns)))
-    grey = torch.rand(24, generator=generator) < 0.3
-    exact = [t.double() if t.is_floating_point() else t for t in parameters]
-    expected = torch.stack(augment.grayscale(augment.colour_jitter(x.double().unbind(1), *exact), grey), 1)
-    found = colour.jitter(x.to(device), *(t.to(device) for t in parameters), grey.to(device))
-    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_colours_in_one_kernel_are_the_plain_ones_in_tritons_interpreter() -> None:
-    in_tritons_interpreter("import test_views; [test_views.compare_colour(size=s, device='cpu') for s in (5, 16)]")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", [28, 32, 64])
-def test_colours_in_one_kernel_are_the_plain_ones_on_the_device(size: int) -> None:
-    compare_colour(size=size, device="cuda")
 
 
 @compiles

@@ -5,7 +5,7 @@ import torch
 from pipeline import in_tritons_interpreter
 
 from curvssl.geometry import kernel_scores, neighbors_of, scores
-from curvssl.kernels import kernel_width
+from curvssl.kernels import KERNELS, kernel_width
 
 CASES = [(256, 128, 10), (100, 20, 5), (37, 3, 16), (11, 5, 10)]
 
@@ -47,7 +47,7 @@ def compare(n: int, d: int, k: int, *, device: str) -> None:
         *(
             (
                 *(fused.rbf_scores, (own,), fused.rbf_terms, {"width": own}),
-                kernel_scores(exact, exact, kernel="rbf", width=width, neighbors=neighbors),
+                kernel_scores(exact, exact, kernel=KERNELS["rbf"], width=width, neighbors=neighbors),
             )
             for own in (None, given)
         ),

@@ -83,3 +83,18 @@ def test_two_steps_are_those_of_backward_and_then_step(low: bool, monkeypatch: p
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
     for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         assert ours.state[mine]["step"].equal(usual.state[theirs]["step"])
+
+
+def test_only_torchs_adam_in_its_plain_form_is_moved_by_hand() -> None:
+    from curvssl.gpu.overlap import moves
+
+    weights = [torch.zeros(3, requires_grad=True)]
+    assert moves(torch.optim.Adam(weights))
+    assert moves(torch.optim.Adam([{"params": weights, "weight_decay": 0.1}]))
+    for other in (
+        torch.optim.AdamW(weights),
+        torch.optim.Adam(weights, amsgrad=True),
+        torch.optim.Adam(weights, maximize=True),
+        torch.optim.SGD(weights, lr=0.1),
+    ):
+        assert not moves(other)

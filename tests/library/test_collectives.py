@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from curvssl import BarlowTwinsLoss, CurvSSLLoss, KernelCurvSSLLoss, VICRegLoss
+from curvssl import BarlowTwinsLoss, Curvature, CurvSSLLoss, KernelCurvSSLLoss, VICRegLoss
 from curvssl import ranks as distributed
 
 IMAGES, FEATURES, EMBEDDING = 24, 6, 4  # 24 images are 12 for each of 2 ranks, 8 for each of 3
@@ -18,6 +18,8 @@ LOSSES: dict[str, nn.Module] = {
     "vicreg": VICRegLoss(),
     "curvssl": CurvSSLLoss(k=9, lambda_curv=0.7),  # more neighbours than any of 3 ranks has images
     "rbf": KernelCurvSSLLoss(k=9, alpha_curv=3.0),
+    "curvature alone": Curvature(k=9),
+    "kernel curvature alone": Curvature(k=5, kernel="rbf", lambda_curv=0.3),
     "laplacian": KernelCurvSSLLoss(k=5, kernel="laplacian", gamma="median"),
     "polynomial": KernelCurvSSLLoss(k=5, kernel="polynomial", gamma="scale"),
     "cosine": KernelCurvSSLLoss(k=5, kernel="cosine"),

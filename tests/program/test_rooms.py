@@ -1,0 +1,107 @@
+"""The house: with gpu/ removed all that is not about speed still works, and one thing to add is one thing to write."""
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from pipeline import TINY, flags
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(*words: object, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    settings = os.environ | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *map(str, words)], env=settings, capture_output=True, text=True, cwd=path)
+
+
+@pytest.fixture(scope="module")
+def without_gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project in which nobody ever wrote gpu/."""
+    root = tmp_path_factory.mktemp("house")
+    shutil.copytree(ROOT / "curvssl", root / "curvssl", ignore=shutil.ignore_patterns("gpu", "__pycache__"))
+    shutil.copytree(ROOT / "tests", root / "tests", ignore=shutil.ignore_patterns("gpu", "__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", root)
+    # An editable installation would find what is missing in the copy where it was installed from.
+    (root / "sitecustomize.py").write_text(
+        "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]\n"
+    )
+    return root
+
+
+def test_without_gpu_the_losses_the_step_and_the_loop_pass_their_tests(without_gpu: Path):
+    """Some of them, for time; the law is that all tests outside tests/gpu pass."""
+    missing = python("-c", "import curvssl.data.views, curvssl.gpu", path=without_gpu).stderr
+    assert missing.splitlines()[-1] == "ModuleNotFoundError: No module named 'curvssl.gpu'"
+    files = ("library/test_losses.py", "train/test_step.py", "train/test_loop.py", "train/test_own.py")
+    words = (
+        "matches",
+        "textbook",
+        "stopped_at_any_step",
+        "same_seed",
+        "goes_on_with",
+        "one_of_ours",
+        "weights_are_read",
+    )
+    tests = [without_gpu / "tests" / file for file in files]
+    chosen = ("-k", " or ".join(words))
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, *tests, path=without_gpu)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_without_gpu_a_step_for_speed_is_refused_in_one_line(without_gpu: Path, tmp_path: Path):
+    words = ("-m", "curvssl", "pretrain", *flags(TINY), "--step", "compiled", "--out", tmp_path / "run")
+    done = python(*words, path=without_gpu)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "curvssl: step compiled needs the folder curvssl/gpu, which is missing here: use --step eager"
+    )
+
+
+def test_a_new_loss_is_one_class_and_one_line(tmp_path: Path):
+    """Written here as CONTRIBUTING.md has it; the command line, the metrics, the table and the page know it at once."""
+    script = textwrap.dedent("""
+        import sys
+        import torch
+        from curvssl import losses, methods
+
+        class AgreementLoss(losses.Loss):
+            names = ("agreement",)
+
+            def __init__(self, *, sharpness: float = 2.0) -> None:
+                super().__init__()
+                self.sharpness = sharpness
+
+            def numbers(self, z):
+                z0, z1 = losses.standardise(z, eps=1e-5)
+                return (1 - (z0 * z1).mean()).pow(self.sharpness).view(1)
+
+            def weights(self):
+                return {"agreement": 1.0}
+
+        losses.AgreementLoss = AgreementLoss
+        methods.METHODS["agreement"] = methods.Method(
+            "Agreement", "AgreementLoss", {"sharpness": methods.Setting(2.0, "exponent of what is missing to 1")}
+        )
+        methods.SETTINGS |= methods.METHODS["agreement"].settings
+
+        from curvssl.cli import main
+        main(sys.argv[1:])
+    """)
+    file = tmp_path / "added.py"
+    file.write_text(script)
+    words = [*flags(TINY), "--method", "agreement", "--sharpness", "3", "--out", tmp_path / "run"]
+    done = python(file, "pretrain", *words)
+    assert done.returncode == 0, done.stderr
+    assert '"agreement": ' in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert '"sharpness": 3.0' in (tmp_path / "run" / "config.json").read_text()
+    assert "exponent of what is missing to 1" in python(file, "pretrain", "--help").stdout
+    table = python(file, "probe", tmp_path / "run", "--no-floors", "--seeds", "1")
+    assert "Agreement" in table.stdout, table.stderr
+    unknown = python("-m", "curvssl", "probe", tmp_path / "run")  # and who does not have it, refuses it
+    assert unknown.returncode == 2
+    assert "unknown" in unknown.stderr
+    assert unknown.stderr.count("\n") == 1
