@@ -38,7 +38,9 @@ def batches(n: int, *, size: int, seed: int, first: int, last: int, device: torc
     for s in range(first, last):
         epoch, i = divmod(s, per_epoch)
         if s == first or i == 0:
-            order = permutation(n, seed=seed, number=-2 - epoch).to(device)
+            order = permutation(n, seed=seed, number=-2 - epoch)
+            if device.type == "cuda":  # from pinned memory the copy waits for nothing
+                order = order.pin_memory().to(device, non_blocking=True)
         yield order[i * size : (i + 1) * size]
 
 

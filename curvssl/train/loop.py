@@ -39,6 +39,8 @@ from curvssl.train import watch
 from curvssl.train.own import keep_own
 from curvssl.train.step import Step, make_optimizer
 
+LAG = 20  # steps that a CUDA device is given after an epoch before the host reads the epoch's numbers: it never idles
+
 
 class Stopped(KeyboardInterrupt):
     """A signal asked training to stop; a checkpoint has been written."""
@@ -185,6 +187,9 @@ def _train(
         )
 
     net.train()
+    row: dict[str, Any] = {}  # of the last epoch, and what was measured at its end and is not in it yet
+    measured: watch.Measured | None = None
+    lag = LAG if device.type == "cuda" and world == 1 else 0
     numbers = torch.Generator(device=device)
     warned: set[str] = set()
     started = saved = shown = epoch_started = time.monotonic()
@@ -209,13 +214,20 @@ def _train(
             if main and (time.monotonic() - shown >= 1 or done == last):
                 show(done, step.means()["loss"], 2 * config.batch_size * (done - epoch_first), epoch_started)
                 shown = time.monotonic()
+            monitored = False
             if done % steps_per_epoch == 0:
-                row: dict[str, Any] = {"epoch": done // steps_per_epoch, "step": done} | step.means()
-                views, took = 2 * config.batch_size * (done - epoch_first), time.monotonic() - epoch_started
-                row |= watch.geometry_of(*step.z.chunk(2), criterion=criterion, k=config.k)
-                row |= {"grad_norm": step.gradient_norm(), "lr": lr, "views_per_s": views / took}
+                epoch = done // steps_per_epoch
+                row, measured = {"epoch": epoch, "step": done, "lr": lr}, watch.Measured(step, k=config.k)
+                monitored = bool(config.monitor_every) and (epoch % config.monitor_every == 0 or done == last)
+                step.reset()
+            stop = ranks.any_rank(bool(signals))  # all ranks stop after the same step
+            keep = main and (time.monotonic() - saved >= config.checkpoint_seconds or stop)
+            if measured and (done - row["step"] >= lag or monitored or keep or done == last):
+                row |= measured.row()
+                measured, now = None, time.monotonic()
+                row["views_per_s"] = 2 * config.batch_size * (row["step"] - epoch_first) / (now - epoch_started)
                 watch.alarm(row, d_z=config.d_z, batch_size=config.batch_size, warned=warned)
-                if config.monitor_every and (row["epoch"] % config.monitor_every == 0 or done == last):
+                if monitored:
                     row |= watch.monitor(net, data, watched, rows_of, size=config.image_size, device=device)
                 row["seconds"] = seconds + time.monotonic() - started
                 unreadable = data.train.images.exchange_bad()
@@ -223,10 +235,8 @@ def _train(
                     write_bad_images(run.path / "bad-images.txt", unreadable)
                     run.append_metrics(row)
                     chart(row)
-                step.reset()
-                epoch_started, epoch_first = time.monotonic(), done
-            stop = ranks.any_rank(bool(signals))  # all ranks stop after the same step
-            if main and (time.monotonic() - saved >= config.checkpoint_seconds or stop):
+                epoch_started, epoch_first = time.monotonic(), row["step"]
+            if keep:
                 save(seconds + time.monotonic() - started)
                 saved = time.monotonic()
             if stop:

@@ -118,17 +118,21 @@ class Step:
 
     def means(self) -> dict[str, float]:
         """Mean of the loss and of each term over the steps since the last reset; waits for the device."""
-        plain, weighted = (self.sums.double() / max(1, self.count)).tolist()
-        return {"loss": sum(weighted)} | dict(zip(self.names, plain, strict=True))
+        return means(self.sums, self.count, names=self.names)
 
     def reset(self) -> None:
         self.sums.zero_()
         self.count = 0
 
-    def gradient_norm(self) -> float:
-        """Norm of the gradient of the step that ran last; waits for the device."""
-        gradients = [p.grad for p in self.net.parameters() if p.grad is not None]
-        return float(torch.nn.utils.get_total_norm(gradients))
+    def gradient_norm(self) -> Tensor:
+        """Norm of the gradient of the step that ran last, on the device."""
+        return torch.nn.utils.get_total_norm([p.grad for p in self.net.parameters() if p.grad is not None])
+
+
+def means(sums: Tensor, count: int, *, names: Sequence[str]) -> dict[str, float]:
+    """The mean loss and terms from the sums of a `Step` over `count` steps."""
+    plain, weighted = (sums.double() / max(1, count)).tolist()
+    return {"loss": sum(weighted)} | dict(zip(names, plain, strict=True))
 
 
 def make_optimizer(

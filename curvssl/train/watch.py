@@ -22,15 +22,39 @@ from curvssl.evaluate.features import extract_over_ranks
 from curvssl.evaluate.probes import knn
 from curvssl.losses import Curvature, Loss, standardise
 from curvssl.models import Net
+from curvssl.train.step import Step, means
 
 MONITOR_IMAGES = 10_000  # the kNN monitor looks at no more than this many images
 DEAD_STD = 1e-3  # embeddings that vary less than this from image to image carry nothing
 DEAD_RANK = 0.02  # and neither do those whose effective rank is below this share of what is possible
 
 
+class Measured:
+    """What was measured at the end of an epoch, on its way from the device to the host; nobody waits before `row`."""
+
+    def __init__(self, step: Step, *, k: int) -> None:
+        found = {"sums": step.sums, "grad_norm": step.gradient_norm()}
+        found |= geometry_of(*step.z.chunk(2), criterion=step.criterion, k=k)
+        self._names, self._count = step.names, step.count
+        self._found = {name: value.clone().to("cpu", non_blocking=True) for name, value in found.items()}
+        self._there = torch.cuda.Event() if step.device.type == "cuda" else None
+        if self._there is not None:
+            self._there.record()
+
+    def row(self) -> dict[str, Any]:
+        """The measured part of a row of metrics."""
+        if self._there is not None:
+            self._there.synchronize()
+        found = self._found
+        row = means(found["sums"], self._count, names=self._names)
+        row |= {name: float(found[name]) for name in ("rho", "z_std")}
+        return row | {"effective_rank": rank_from(found["gram"]), "grad_norm": float(found["grad_norm"])}
+
+
 @torch.no_grad()
-def geometry_of(z0: Tensor, z1: Tensor, *, criterion: Any, k: int) -> dict[str, float]:
-    """Of one global batch's embeddings: ρ of the two views' curvature scores, mean standard deviation, effective rank.
+def geometry_of(z0: Tensor, z1: Tensor, *, criterion: Any, k: int) -> dict[str, Tensor]:
+    """Of one global batch's embeddings: ρ of the two views' curvature scores, the mean standard deviation, and the Gram
+    matrix that `rank_from` reads. Nothing waits for the device.
 
     The curvature is the criterion's own where it has one, else Eq. (6). All ranks must call it, and all get the same.
     """
@@ -39,19 +63,27 @@ def geometry_of(z0: Tensor, z1: Tensor, *, criterion: Any, k: int) -> dict[str, 
     curved = next((part for part in parts if isinstance(part, Curvature)), Curvature(k=k))
     c = gather(standardise(curved.scores(z).mT, eps=1e-12))  # (b, 2)
     everyone = gather(z[0])
-    return {
-        "rho": float(c.prod(1).mean()),
-        "z_std": float(everyone.std(0).mean()),
-        "effective_rank": effective_rank(everyone),
-    }
+    return {"rho": c.prod(1).mean(), "z_std": everyone.std(0).mean(), "gram": gram_of(everyone)}
 
 
 def effective_rank(z: Tensor) -> float:
     """exp of the entropy of the singular values' shares: d for equal ones, 1 when one direction holds everything."""
-    if not z.isfinite().all():
+    return rank_from(gram_of(z))
+
+
+def gram_of(z: Tensor) -> Tensor:
+    """zᵀz or zzᵀ of the centred embeddings (n, d), whichever is smaller, in float64."""
+    z = (z - z.mean(0)).double()
+    return z.mT @ z if z.shape[0] > z.shape[1] else z @ z.mT
+
+
+def rank_from(gram: Tensor) -> float:
+    """The effective rank of embeddings from their Gram matrix, whose eigenvalues are the squared singular values."""
+    if not gram.isfinite().all():
         return math.nan
-    singular = torch.linalg.svdvals((z - z.mean(0)).double().cpu())
-    share = singular / singular.sum().clamp_min(1e-300)
+    squares = torch.linalg.eigvalsh(gram.cpu())
+    squares = torch.where(squares > 1e-13 * squares.max(), squares, 0)  # below is rounding, and √ would make it large
+    share = squares.sqrt() / squares.sqrt().sum().clamp_min(1e-300)
     return float(torch.special.entr(share).sum().exp())
 
 

@@ -318,7 +318,9 @@ def test_a_step_of_sgd_goes_down_the_gradient():
     net, before, gradient, step = one_step("sgd", lr=0.1, weight_decay=0.01)
     for p, w, g in zip(net.parameters(), before, gradient, strict=True):
         assert close(p.detach(), w - 0.1 * (g + 0.01 * w))
-    assert step.gradient_norm() == pytest.approx(float(torch.cat([g.flatten() for g in gradient]).norm()), rel=1e-4)
+    assert float(step.gradient_norm()) == pytest.approx(
+        float(torch.cat([g.flatten() for g in gradient]).norm()), rel=1e-4
+    )
 
 
 def test_a_first_step_of_adam_has_the_length_of_the_rate():

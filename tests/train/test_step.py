@@ -48,7 +48,9 @@ def test_a_step_is_the_textbook_step():
     for ours, theirs in zip(step.net.parameters(), oracle.parameters(), strict=True):
         assert float((ours.grad - theirs.grad).norm()) < 1e-2 * float(theirs.grad.norm()) + 1e-3
         theirs.grad = ours.grad  # Adam turns the rounding of a small gradient into a whole step: give it the same
-    assert step.gradient_norm() == pytest.approx(float(nn.utils.get_total_norm([p.grad for p in oracle.parameters()])))
+    assert float(step.gradient_norm()) == pytest.approx(
+        float(nn.utils.get_total_norm([p.grad for p in oracle.parameters()]))
+    )
     optimizer.step()
     for ours, theirs in zip(step.net.parameters(), oracle.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)

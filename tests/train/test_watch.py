@@ -17,7 +17,7 @@ from curvssl.geometry import curvature, kernel_curvature
 from curvssl.losses import BarlowTwinsLoss, CurvSSLLoss, KernelCurvSSLLoss
 from curvssl.train import watch
 from curvssl.train.loop import pretrain
-from curvssl.train.watch import alarm, effective_rank, geometry_of
+from curvssl.train.watch import alarm, effective_rank, geometry_of, rank_from
 
 FINE = {"epoch": 3, "loss": 1.0, "z_std": 0.5, "effective_rank": 20.0}
 NOISE = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
@@ -60,15 +60,15 @@ def test_rho_is_the_correlation_of_the_two_views_curvature(criterion: BarlowTwin
     kernel = isinstance(criterion, KernelCurvSSLLoss)
     c = [kernel_curvature(z, k=6, gamma=0.3) if kernel else curvature(z, k=6) for z in (z0, z1)]
     found = geometry_of(z0, z1, criterion=criterion, k=6)
-    assert found["rho"] == pytest.approx(np.corrcoef(*(x.double().numpy() for x in c))[0, 1], abs=1e-4)
-    assert found["z_std"] == pytest.approx(z0.numpy().std(0, ddof=1).mean(), rel=1e-5)
-    assert found["effective_rank"] == pytest.approx(effective_rank(z0))
+    assert float(found["rho"]) == pytest.approx(np.corrcoef(*(x.double().numpy() for x in c))[0, 1], abs=1e-4)
+    assert float(found["z_std"]) == pytest.approx(z0.numpy().std(0, ddof=1).mean(), rel=1e-5)
+    assert rank_from(found["gram"]) == pytest.approx(effective_rank(z0))
 
 
 def test_the_rho_that_is_watched_is_the_one_that_the_loss_reports():
     z = torch.randn(2, 50, 5, generator=torch.Generator().manual_seed(0))
     criterion = CurvSSLLoss(k=6)
-    assert geometry_of(*z, criterion=criterion, k=6)["rho"] == pytest.approx(
+    assert float(geometry_of(*z, criterion=criterion, k=6)["rho"]) == pytest.approx(
         float(criterion.terms(*z)["rho"]), abs=1e-4
     )
 
@@ -92,7 +92,8 @@ def test_healthy_embeddings_are_passed_in_silence(capsys: pytest.CaptureFixture[
 def test_a_collapse_is_named_once_with_what_to_try(
     z: Tensor, name: str, advice: str, capsys: pytest.CaptureFixture[str]
 ):
-    row = FINE | geometry_of(z, z, criterion=BarlowTwinsLoss(), k=5)
+    found = geometry_of(z, z, criterion=BarlowTwinsLoss(), k=5)
+    row = FINE | {"z_std": float(found["z_std"]), "effective_rank": rank_from(found["gram"])}
     warned: set[str] = set()
     alarm(row, d_z=8, batch_size=40, warned=warned)
     said = capsys.readouterr().err
