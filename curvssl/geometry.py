@@ -198,7 +198,7 @@ def _edges(queries: Tensor, points: Tensor, neighbors: Tensor) -> Tensor:
 
 def _euclidean(queries: Tensor, points: Tensor) -> Tensor:
     """‖p‖² − 2⟨q, p⟩: the squared distance less ‖q‖², which does not change a row's order."""
-    return points.square().sum(-1)[:, None] - 2 * product(queries, points.mT)
+    return product(-2 * queries, points.mT).add_(points.square().sum(-1)[:, None])  # in place: it may fill a gigabyte
 
 
 @torch.no_grad()

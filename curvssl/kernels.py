@@ -28,10 +28,13 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return a @ b
 
 
-@torch._dynamo.assume_constant_result
 def _rounds(device: str) -> bool:
     """Whether torch may round the factors of a float32 product on this kind of device."""
     return device in ("cpu", "cuda") and _settings(device).fp32_precision in ("tf32", "bf16")
+
+
+# What torch.compiler.assume_constant_result does, without importing the compiler, which takes as long as torch itself.
+_rounds._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _settings(device: str) -> Any:

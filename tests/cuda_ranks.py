@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from curvssl import collectives
 from curvssl import ranks as distributed
 from curvssl.config import AugmentConfig, PretrainConfig
 from curvssl.data import memory
@@ -70,7 +71,7 @@ def nccl(folder: Path) -> dict[str, Any]:
     with distributed.ranks(CUDA) as device:
         found["backends"] = dist.get_backend_config()
         x = torch.arange(6.0, device=device).view(3, 2).requires_grad_()
-        for name, function in (("total", distributed._Total), ("gather", distributed._Gather)):
+        for name, function in (("total", collectives._Total), ("gather", collectives._Gather)):
             y = function.apply(x)
             (gradient,) = torch.autograd.grad(y.square().sum(), x)
             found[name] = y.tolist(), gradient.tolist()

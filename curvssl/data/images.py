@@ -227,13 +227,14 @@ def _as_read(read: Any) -> tuple[Tensor, Bad]:
     return read
 
 
-def _started(loader: Iterable[tuple[Tensor, Bad]]) -> Iterator[tuple[Tensor, Bad]]:
+def _started(loader: Any) -> Iterator[tuple[Tensor, Bad]]:
     with warnings.catch_warnings():
         # Python 3.12 warns of a fork in a process with threads; the workers use none of what those threads hold.
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
         # A worker must not collect the garbage it was born with: to free a CUDA tensor there ends it.
-        gc.collect()
-        gc.freeze()
+        if loader.num_workers:
+            gc.collect()
+            gc.freeze()
         try:
             return iter(loader)
         finally:

@@ -59,8 +59,9 @@ def extract(
         for net in nets:
             net.to(device)
     place = next(encoder.parameters(), torch.empty(0)).device
-    if batch_size is None:  # a GPU wants many small images at once
-        batch_size = 512 if place.type == "cpu" else max(64, min(8192, 2**24 // (3 * size**2)))
+    if batch_size is None:  # a GPU wants many small images at once, and batches of one size
+        most = 512 if place.type == "cpu" else max(64, min(8192, 2**24 // (3 * size**2)))
+        batch_size = most if place.type == "cpu" else -(-len(images) // -(-len(images) // most))
     hs, zs = [], []
     with _eval_mode(nets), no_search(), full_precision(), torch.autocast(place.type, enabled=False):
         for batch in images.split(batch_size):

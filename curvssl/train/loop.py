@@ -39,7 +39,7 @@ from curvssl.train import watch
 from curvssl.train.own import keep_own
 from curvssl.train.step import Step, make_optimizer
 
-LAG = 20  # steps that a CUDA device is given after an epoch before the host reads the epoch's numbers: it never idles
+LAG = 60  # steps that a CUDA device is given after an epoch before the host reads the epoch's numbers: it never idles
 
 
 class Stopped(KeyboardInterrupt):
@@ -189,7 +189,7 @@ def _train(
     net.train()
     row: dict[str, Any] = {}  # of the last epoch, and what was measured at its end and is not in it yet
     measured: watch.Measured | None = None
-    lag = LAG if device.type == "cuda" and world == 1 else 0
+    lag = steps_behind(device)
     numbers = torch.Generator(device=device)
     warned: set[str] = set()
     started = saved = shown = epoch_started = time.monotonic()
@@ -203,6 +203,24 @@ def _train(
     watched = data.train.images if images is None else TensorImages.of(images)
     bar = watch.progress_bar(last, done, hidden=not progress, title=run.path.name)
     charts = watch.tensorboard(run.path, done=done) if main else nullcontext(lambda row: None)
+
+    def write_row(*, monitored: bool = False) -> None:
+        """Finish the row of the epoch that was measured last, look at it and write it down."""
+        nonlocal row, measured, epoch_started, epoch_first
+        assert measured is not None
+        row |= measured.row()
+        row["views_per_s"] = 2 * config.batch_size * (row["step"] - epoch_first) / (time.monotonic() - epoch_started)
+        watch.alarm(row, d_z=config.d_z, batch_size=config.batch_size, warned=warned)
+        if monitored:
+            row |= watch.monitor(net, data, watched, rows_of, size=config.image_size, device=device)
+        row["seconds"] = seconds + time.monotonic() - started
+        unreadable = data.train.images.exchange_bad()
+        if main:
+            write_bad_images(run.path / "bad-images.txt", unreadable)
+            run.append_metrics(row)
+            chart(row)
+        measured, epoch_started, epoch_first = None, time.monotonic(), row["step"]
+
     exact = full_precision() if config.precision == "fp32" else nullcontext()
     with stopping() as signals, bar as show, charts as chart, exact:
         for s, batch in enumerate(inputs, done):
@@ -214,8 +232,10 @@ def _train(
             if main and (time.monotonic() - shown >= 1 or done == last):
                 show(done, step.means()["loss"], 2 * config.batch_size * (done - epoch_first), epoch_started)
                 shown = time.monotonic()
-            monitored = False
-            if done % steps_per_epoch == 0:
+            ended, monitored = done % steps_per_epoch == 0, False
+            if ended:
+                if measured:
+                    write_row()
                 epoch = done // steps_per_epoch
                 row, measured = {"epoch": epoch, "step": done, "lr": lr}, watch.Measured(step, k=config.k)
                 monitored = bool(config.monitor_every) and (epoch % config.monitor_every == 0 or done == last)
@@ -223,19 +243,7 @@ def _train(
             stop = ranks.any_rank(bool(signals))  # all ranks stop after the same step
             keep = main and (time.monotonic() - saved >= config.checkpoint_seconds or stop)
             if measured and (done - row["step"] >= lag or monitored or keep or done == last):
-                row |= measured.row()
-                measured, now = None, time.monotonic()
-                row["views_per_s"] = 2 * config.batch_size * (row["step"] - epoch_first) / (now - epoch_started)
-                watch.alarm(row, d_z=config.d_z, batch_size=config.batch_size, warned=warned)
-                if monitored:
-                    row |= watch.monitor(net, data, watched, rows_of, size=config.image_size, device=device)
-                row["seconds"] = seconds + time.monotonic() - started
-                unreadable = data.train.images.exchange_bad()
-                if main:
-                    write_bad_images(run.path / "bad-images.txt", unreadable)
-                    run.append_metrics(row)
-                    chart(row)
-                epoch_started, epoch_first = time.monotonic(), row["step"]
+                write_row(monitored=monitored)
             if keep:
                 save(seconds + time.monotonic() - started)
                 saved = time.monotonic()
@@ -273,6 +281,11 @@ def pick_mode(name: str, *, device: torch.device, optimizer: str) -> str:
             return "compiled"
         return "captured"
     return "eager" if name == "auto" else name
+
+
+def steps_behind(device: torch.device) -> int:
+    """Steps after the end of an epoch before its numbers are read."""
+    return LAG if device.type == "cuda" and world_size() == 1 else 0
 
 
 def make_criterion(config: PretrainConfig) -> nn.Module:

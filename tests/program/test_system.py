@@ -26,7 +26,7 @@ from curvssl.cli import commands, main, preset_in
 from curvssl.config import CHOICES
 from curvssl.data import named as data
 from curvssl.data.sources import SHA256
-from curvssl.evaluate.runs import NAMES
+from curvssl.methods import METHODS
 from curvssl.rundir import Run
 from curvssl.train import watch
 
@@ -151,7 +151,7 @@ def test_the_demo_trains_probes_and_draws_all_four_methods(demo: tuple[subproces
     process, folder = demo
     out, bar = finish(process)
     table = {line.split("  ")[0].strip(): line for line in out.splitlines() if re.search(r"\d\d\.\d ± \d", line)}
-    assert list(table) == ["raw pixels", "random encoder", *NAMES.values()]
+    assert list(table) == ["raw pixels", "random encoder", *(method.title for method in METHODS.values())]
     assert re.search(r"linear +mlp +knn", out)
     assert "views/s" in bar
     for method in CHOICES["method"]:
@@ -159,7 +159,7 @@ def test_the_demo_trains_probes_and_draws_all_four_methods(demo: tuple[subproces
         assert run.finished
         assert run.config.method == method
         found = run.read_json("probes.json")
-        assert f"{found['linear']['mean']:.1f} ± " in table[NAMES[method]]
+        assert f"{found['linear']['mean']:.1f} ± " in table[METHODS[method].title]
         picture = run.path / "map-h-test.png"
         assert str(picture) in out
         assert picture.read_bytes().startswith(b"\x89PNG")
