@@ -38,6 +38,22 @@ def nothing_waits() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
+# The interpreter searches triton.language for what it has to replace whenever one device function calls another, which
+# takes half of its time. All of this process is interpreted, so what was replaced once may stay.
+REPLACE_ONCE = """
+import triton.language as tl
+from triton.runtime import interpreter
+replace, replaced = interpreter._patch_lang, set()
+def once(fn):
+    seen = frozenset(value.__name__ for value in fn.__globals__.values() if value is tl or value is tl.core)
+    if seen not in replaced:
+        replaced.add(seen)
+        replace(fn)
+    return interpreter._LangPatchScope()  # of nothing to be put back
+interpreter._patch_lang = once
+"""
+
+
 def in_tritons_interpreter(code: str) -> None:
     """Run a script in a process of its own, beside the tests: the interpreter is chosen when triton is imported."""
     pytest.importorskip("triton", reason="the kernels are written in Triton, which this platform does not have")
@@ -50,7 +66,8 @@ def in_tritons_interpreter(code: str) -> None:
         ]
     )
     settings = {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | settings, capture_output=True, text=True)
+    command = [sys.executable, "-c", REPLACE_ONCE + code]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -13,11 +13,13 @@ COMPARE = """
 from test_fused import compare, compare_alignment
 from curvssl import kernels
 from curvssl.gpu import fused
-for n, d, k in ((21, 18, 10), (7, 3, 4), (6, 300, 4)):
+fused.TILE = 8  # so that distances are found in several tiles, of which the last is cut off
+for n, d, k in ((12, 18, 10), (6, 140, 4)):
     compare(n, d, k, device="cpu")
     compare_alignment(n, device="cpu")
-fused.MEDIAN_POINTS = kernels.MEDIAN_POINTS = 8  # so that the median is that of every third point
-compare(20, 5, 3, device="cpu")
+fused.MEDIAN_POINTS = kernels.MEDIAN_POINTS = 3  # so that the median is that of every third point
+compare(7, 3, 4, device="cpu")
+compare_alignment(21, device="cpu")
 """
 
 
