@@ -23,6 +23,11 @@ WANTING = {
     "a GPU": ("of the device", "run them where torch sees a CUDA device"),
 }
 
+# Long files begin first, or one worker would still be at the last of them when the other has nothing left to do.
+LONG = ("test_system.py", "test_ranks.py", "test_reproduce.py", "test_layers.py", "test_step.py", "test_folders.py")
+# UMAP is compiled for ten seconds or more in each process that draws a map, so one worker draws them all.
+MAPS = ("test_maps.py", "test_runs.py", "test_figures.py", "test_reproduce.py", "and_maps_show_curvature")
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
@@ -41,7 +46,23 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For `--dist loadfile`: a file goes to one worker, so that its tests share fixtures, and files begin in our order."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "maps" if any(name in nodeid for name in MAPS) else super()._split_scope(nodeid)
+
+    if config.getvalue("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     waiting = [item for item in items if item.get_closest_marker("gpu")]
     if not waiting:
         return
