@@ -24,7 +24,7 @@ WANTING = {
 }
 
 # Long files begin first, or one worker would still be at the last of them when the other has nothing left to do.
-LONG = ("test_system.py", "test_ranks.py", "test_reproduce.py", "test_layers.py", "test_step.py", "test_folders.py")
+LONG = ("test_system.py", "test_ranks.py", "test_reproduce.py", "test_layers.py", "test_steps.py", "test_folders.py")
 # UMAP is compiled for ten seconds or more in each process that draws a map, so one worker draws them all.
 MAPS = ("test_maps.py", "test_runs.py", "test_figures.py", "test_reproduce.py", "and_maps_show_curvature")
 
@@ -48,7 +48,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """For `--dist loadfile`: a file goes to one worker, so that its tests share fixtures, and files begin in our order."""
+    """For `--dist loadfile`: a file goes to one worker, as its tests share fixtures, and files begin in our order."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):

@@ -26,9 +26,10 @@ from curvssl.cli import commands, main, preset_in
 from curvssl.config import CHOICES
 from curvssl.data import named as data
 from curvssl.data.sources import SHA256
-from curvssl.methods import METHODS
+from curvssl.evaluate.features import extract
+from curvssl.evaluate.probes import knn
+from curvssl.methods import METHODS, title_of
 from curvssl.rundir import Run
-from curvssl.train import watch
 
 ROOT = Path(__file__).parents[2]
 LONGER = dataclasses.replace(TINY, epochs=3, warmup_epochs=0, checkpoint_seconds=0.2)
@@ -49,12 +50,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.
 def knn_on_test(encoder: torch.nn.Module) -> float:
     """Accuracy on the test digits of a kNN that knows the training digits."""
     digits = data.load("digits")
-    images = torch.cat((digits.train.images.pixels, digits.test.images.pixels))
-    labels = torch.cat((digits.train.labels, digits.test.labels))
-    fit, held = torch.arange(len(labels)).split([len(digits.train.images), len(digits.test.images)])
-    settings: dict[str, Any] = {"size": SHORT.image_size, "mean": digits.mean, "std": digits.std, "classes": 10}
-    net: Any = torch.nn.ModuleDict({"encoder": encoder})
-    return watch.knn_accuracy(net, images, labels, fit=fit, held=held, device=torch.device("cpu"), **settings)
+    settings: dict[str, Any] = {"size": SHORT.image_size, "mean": digits.mean, "std": digits.std}
+    known, asked = (extract(encoder, part.images, **settings).h for part in (digits.train, digits.test))
+    return knn(known, digits.train.labels, asked, digits.test.labels, classes=10).accuracy[0]
 
 
 @pytest.mark.parametrize("method", CHOICES["method"])
@@ -116,21 +114,17 @@ def test_a_killed_run_goes_on_to_the_same_weights(whole: Path, tmp_path: Path, c
 
 
 def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_weights(whole: Path, tmp_path: Path):
-    asked = (signal.SIGTERM, signal.SIGINT)
-    outs = {number: tmp_path / number.name for number in asked}
-    running = {number: start(*pretraining(outs[number])) for number in asked}
-    for number, process in running.items():
-        wait_for(process, outs[number], step=3)
-        process.send_signal(number)
-    for number, process in running.items():
-        _, said = finish(process, code=128 + number)
+    out = tmp_path / "asked"
+    for step, asked in ((3, signal.SIGTERM), (15, signal.SIGINT)):
+        process = start(*pretraining(out))
+        wait_for(process, out, step=step)
+        process.send_signal(asked)
+        _, said = finish(process, code=128 + asked)
         assert said.endswith("\nstopped; the same command goes on from here\n")
-        assert not (outs[number] / "encoder.safetensors").exists()
-    for process in [start(*pretraining(outs[number])) for number in asked]:
-        finish(process)
-    for number in asked:
-        assert weights(outs[number]) == weights(whole)
-        assert rows(outs[number]) == rows(whole)
+        assert not (out / "encoder.safetensors").exists()
+    finish(start(*pretraining(out)))
+    assert weights(out) == weights(whole)
+    assert rows(out) == rows(whole)
 
 
 def test_a_finished_run_answers_at_once_and_refuses_other_settings(whole: Path, capsys: pytest.CaptureFixture[str]):
@@ -151,7 +145,7 @@ def test_the_demo_trains_probes_and_draws_all_four_methods(demo: tuple[subproces
     process, folder = demo
     out, bar = finish(process)
     table = {line.split("  ")[0].strip(): line for line in out.splitlines() if re.search(r"\d\d\.\d ± \d", line)}
-    assert list(table) == ["raw pixels", "random encoder", *(method.title for method in METHODS.values())]
+    assert list(table) == ["raw pixels", "random encoder", *map(title_of, METHODS)]
     assert re.search(r"linear +mlp +knn", out)
     assert "views/s" in bar
     for method in CHOICES["method"]:
@@ -159,7 +153,7 @@ def test_the_demo_trains_probes_and_draws_all_four_methods(demo: tuple[subproces
         assert run.finished
         assert run.config.method == method
         found = run.read_json("probes.json")
-        assert f"{found['linear']['mean']:.1f} ± " in table[METHODS[method].title]
+        assert f"{found['linear']['mean']:.1f} ± " in table[title_of(method)]
         picture = run.path / "map-h-test.png"
         assert str(picture) in out
         assert picture.read_bytes().startswith(b"\x89PNG")
