@@ -23,8 +23,9 @@ WANTING = {
     "a GPU": ("of the device", "run them where torch sees a CUDA device"),
 }
 
-# Long files begin first, or one worker would still be at the last of them when the other has nothing left to do.
-LONG = ("test_system.py", "test_ranks.py", "test_reproduce.py", "test_layers.py", "test_steps.py", "test_folders.py")
+# Long files begin first, or one worker would still be at the last of them when the other has nothing left to do; and
+# test_folders.py before what imports compilers: whoever reads images waits for a collection of all garbage.
+LONG = ("test_system.py", "test_folders.py", "test_ranks.py", "test_reproduce.py", "test_rooms.py", "test_report.py")
 # UMAP is compiled for ten seconds or more in each process that draws a map, so one worker draws them all.
 MAPS = ("test_maps.py", "test_runs.py", "test_figures.py", "test_reproduce.py", "and_maps_show_curvature")
 
