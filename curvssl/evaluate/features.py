@@ -44,7 +44,7 @@ def extract(
     std: Sequence[float],
     projector: nn.Module | None = None,
     labels: Tensor | None = None,
-    batch_size: int | None = None,
+    batch_size: int = 512,
     device: torch.device | str | None = None,
 ) -> Features:
     """h = f(x) and z = g(h) of uint8 images (N, C, H, W), after the evaluation transform.
@@ -59,9 +59,6 @@ def extract(
         for net in nets:
             net.to(device)
     place = next(encoder.parameters(), torch.empty(0)).device
-    if batch_size is None:  # a GPU wants many small images at once, and batches of one size
-        most = 512 if place.type == "cpu" else max(64, min(8192, 2**24 // (3 * size**2)))
-        batch_size = most if place.type == "cpu" else -(-len(images) // -(-len(images) // most))
     hs, zs = [], []
     with _eval_mode(nets), no_search(), full_precision(), torch.autocast(place.type, enabled=False):
         for batch in images.split(batch_size):
