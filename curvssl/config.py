@@ -63,14 +63,14 @@ class AugmentConfig:
                 raise UserError(f"{name}={(low, high)} needs 0 < low ≤ high{' ≤ 1' if name == 'crop_scale' else ''}")
 
 
-# What the losses may be told, a field for each setting in METHODS. The docstring is what --help shows.
+# One field for each setting of any method. The docstring is what --help shows.
 LossSettings: Any = make_dataclass(
     "LossSettings",
     [(name, setting.kind or type(setting.default), setting.default) for name, setting in SETTINGS.items()],
     frozen=True,
     kw_only=True,
 )
-LossSettings.__doc__ = "Settings of the losses.\n\nArgs:\n" + "".join(
+LossSettings.__doc__ = f"The objective.\n\nArgs:\n    method: the objective: {', '.join(METHODS)}\n" + "".join(
     f"    {name}: {setting.help}\n" for name, setting in SETTINGS.items()
 )
 
@@ -79,8 +79,8 @@ LossSettings.__doc__ = "Settings of the losses.\n\nArgs:\n" + "".join(
 class PretrainConfig(LossSettings):
     """Everything that decides what one pretraining run learns."""
 
-    dataset: str = "digits"  # digits, mnist, fashion-mnist, cifar10, folder:PATH or array:FILE
-    method: str = "curvssl"  # barlow-twins, vicreg, curvssl or kernel-curvssl; each has settings of its own
+    method: str = "curvssl"
+    dataset: str = "digits"  # a named set (curvssl data lists them), folder:PATH or array:FILE
     seed: int = 0  # on CPU the same seed gives the same weights to the last bit
     epochs: int = 100  # passes over the training images
     batch_size: int = 256  # the global batch, over all devices; neighbours are sought inside it

@@ -66,4 +66,4 @@ OWN = "own"  # the name of what was given to `curvssl.pretrain` as an object
 
 def title_of(method: str) -> str:
     """How a method is called in tables and on the page."""
-    return METHODS[method].title if method in METHODS else f"{method} criterion"
+    return METHODS[method].title if method in METHODS else {OWN: "own criterion"}.get(method, method)

@@ -99,8 +99,8 @@ def steps_of(found: Any) -> dict[tuple[str, str], Any]:
 
 
 def gpu_hosts() -> str:
-    """What depends on the host, in three runs; each ratio is of one run, and two did not get to the end."""
-    runs = [read("gpu.json"), read("gpu-c00f255.json"), read("gpu-8ba9f76.json")]
+    """What depends on the host, in four runs; each ratio is of one run, and not every run has every part."""
+    runs = [read(f"gpu{name}.json") for name in ("", "-5932e1d", "-c00f255", "-8ba9f76")]
     steps = [steps_of(run) for run in runs]
     rows = []
     for stem, name in STEMS.items():
@@ -125,18 +125,15 @@ def gpu_hosts() -> str:
 
 def gains() -> str:
     """README's only table: accuracy beside the paper's, and a training step beside lightly's."""
+    from curvssl.methods import title_of
     from curvssl.paper.reproduce import PAPER, read_results
 
     accuracies: dict[tuple[str, str], list[float]] = {}
     for cell in read_results("faithful", results=HERE).values():
         key = cell["config"]["dataset"], cell["config"]["method"]
         accuracies.setdefault(key, []).append(cell["probes"]["mlp"]["mean"])
-    titles = {
-        "barlow-twins": "Barlow Twins",
-        "curvssl": "CurvSSL",
-        "kernel-curvssl": "kernel CurvSSL",
-        "vicreg": "VICReg",
-    }
+    order = ("barlow-twins", "curvssl", "kernel-curvssl", "vicreg")
+    titles = {method: title_of(method) for method in order}
     rows = []
     for dataset, title in (("cifar10", "CIFAR-10"), ("mnist", "MNIST")):
         theirs = [f"{PAPER[dataset, method]:.1f}" for method in titles]
@@ -183,8 +180,8 @@ def speed() -> str:
 
 def gpu_rest() -> str:
     """The ceilings, the augmentation, the loss alone on a huge batch and the probes."""
-    found = read("gpu.json")
-    top, a, big = (found[part] for part in ("ceilings", "augmentation", "large_batch"))
+    found, a = read("gpu.json"), read("gpu-5932e1d.json")["augmentation"]
+    top, big = (found[part] for part in ("ceilings", "large_batch"))
     rows = [
         ["bf16 matrix product, 8192³", f"{top['bf16_TFLOP_per_s']:.0f} TFLOP/s"],
         ["fp32 matrix product, 8192³", f"{top['fp32_TFLOP_per_s']:.0f} TFLOP/s"],
@@ -200,7 +197,43 @@ def gpu_rest() -> str:
         ["the search, of the fp32 product's rate", f"{big['share_of_fp32_ceiling']:.0%}"],
         ["features and three probes of a CIFAR-10 run", f"{found['probe']['seconds']:.1f} s"],
     ]
-    return markdown(("", "measured"), rows, "gpu.json")
+    return markdown(("", "measured"), rows, "gpu.json", "the augmentation: gpu-5932e1d.json")
+
+
+def backbones() -> str:
+    """Large backbones at 224: our captured step beside a plain eager loop."""
+    found = read("backbones.json")
+    rows = [
+        [
+            r["backbone"],
+            str(r["batch"]),
+            r["ours"]["mode"],
+            *(f"{r[side]['ms']:.0f} ms" for side in ("ours", "plain")),
+            f"{r['ratio']:.2f}×",
+            f"{2e3 * r['batch'] / r['ours']['ms']:,.0f}",
+            *(f"{r[side]['peak_GB']:.0f} GB" for side in ("ours", "plain")),
+        ]
+        for r in found["rows"]
+    ]
+    header = ("224×224", "batch", "step", "ours", "eager loop", "ratio", "views/s", "memory", "memory, eager loop")
+    return markdown(header, rows, "backbones.json")
+
+
+def gpu_command() -> str:
+    """Where the time of the command goes, beside the bare step, on one host."""
+    found = read("gpu-command.json")
+    bare = next(iter(found["step"].values()))
+    rows = [[name, f"{ms:.3f} ms", f"{ms / bare - 1:+.1%}"] for name, ms in found["step"].items()]
+    return markdown(("one step", "time", "over the graph alone"), rows, "gpu-command.json")
+
+
+def gpu_features() -> str:
+    """Features of 10,000 images: what the kNN monitor spends most of its time on."""
+    rows = [
+        [r["precision"], str(r["batch"]), f"{median(r['ms']):.0f} ms"]
+        for r in read("gpu-command.json")["features_of_10000"]
+    ]
+    return markdown(("precision", "images at a time", "10,000 images"), rows, "gpu-command.json")
 
 
 def gpu_floors() -> str:
@@ -540,6 +573,9 @@ MADE = (
     gpu,
     gpu_rest,
     gpu_hosts,
+    backbones,
+    gpu_command,
+    gpu_features,
     gpu_floors,
     gpu_sharing,
     gpu_shares,

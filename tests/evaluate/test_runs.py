@@ -148,3 +148,16 @@ def test_a_table_aligns_names_left_and_numbers_right():
 def test_a_spread_over_one_value_is_the_value():
     assert evaluate.spread([93.25]) == "93.2"
     assert evaluate.spread([90.0, 92.0, 94.0]) == "92.0 ± 2.0"
+
+
+def test_a_run_that_was_probed_before_there_was_a_probe_is_compared_by_the_others(runs: list[Run], tmp_path: Path):
+    probed = runs[0]
+    known = probed.read_json("probes.json")
+    for name, kept in (("old", {"linear": known["linear"]}), ("new", known)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text((probed.path / "config.json").read_text())
+        (tmp_path / name / "probes.json").write_text(json.dumps(kept))
+    (row,) = evaluate.compare([Run.read(tmp_path / "old")])
+    assert row[3:] == [f"{known['linear']['mean']:.1f}", "–", "–"]
+    (row,) = evaluate.compare(Run.read(tmp_path / name) for name in ("old", "new"))
+    assert row[4] == f"{known['mlp']['mean']:.1f}"
