@@ -102,6 +102,7 @@ def test_own_images_train_as_the_same_images_by_name(tmp_path: Path, pixels: Ten
 
 
 def test_a_dataset_gives_the_same_weights_whatever_its_items_are(tmp_path: Path, pixels: Tensor):
+    pixels = pixels[:400]  # one step an epoch
     for kind in ("pil", "tensor", "array"):
         pretrain(FAST, out=tmp_path / kind, progress=False, images=Pairs(pixels, kind))
     pretrain(FAST, out=tmp_path / "pixels", progress=False, images=pixels)
