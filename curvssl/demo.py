@@ -1,4 +1,4 @@
-"""The paper in two minutes: all four objectives on scikit-learn's digits, probed, drawn, in one table."""
+"""The demo, the paper in two minutes: pretrain, probe and map all four objectives on scikit-learn's digits."""
 
 import dataclasses
 from pathlib import Path
@@ -17,13 +17,13 @@ SEEDS = (0, 1, 2)  # of the probes
 
 
 def run_demo(out: Path, *, epochs: int, pictures: bool) -> list[Run]:
-    """Pretrain, probe and draw; the runs, one a method."""
+    """Pretrain, probe and draw every method; returns one run per method."""
     runs = []
     for method in METHODS:
         config = dataclasses.replace(demo(), method=method, epochs=epochs, warmup_epochs=min(2, epochs))
         runs.append(pretrain(config, out=out / method))
     results = {title_of(run.config.method): probe(run, floors=False, seeds=SEEDS) for run in runs}
-    floors = floors_of(runs[0], load("digits"), seeds=SEEDS)  # the four share a random encoder
+    floors = floors_of(runs[0], load("digits"), seeds=SEEDS)  # all four runs start from the same random encoder
     for run in runs:
         write_json(run.path / "probes.json", run.read_json("probes.json") | floors)
     print(f"\nAccuracy in percent on the test digits, mean ± standard deviation over {len(SEEDS)} seeds of the probe\n")
@@ -32,7 +32,7 @@ def run_demo(out: Path, *, epochs: int, pictures: bool) -> list[Run]:
     if pictures:
         for run in runs:
             print(f"map of {run.path.name}: {draw_map(run)}")
-        # The first two stand side by side when the page opens: the paper's method and what it adds its term to.
+        # The page opens with the first two side by side: the paper's method, and Barlow Twins, to which it adds a term.
         shown = sorted(runs, key=lambda run: run.config.method not in ("curvssl", "barlow-twins"))
         shown[:2] = sorted(shown[:2], key=lambda run: run.config.method, reverse=True)
         print(f"\nlook at the whole of it: {report([run.path for run in shown], out / 'report.html')}")

@@ -1,7 +1,7 @@
-"""Discrete curvature of points: neighbours, curvature scores, their kernel form, and the angular defect they come from.
+"""Discrete curvature of points: neighbours, curvature scores, their kernel form, and the angular defect behind them.
 
-Tensors in, tensors out. The public functions take one set of points (n, d); underneath, `scores` takes v sets at once
-(the two views of a batch) and the points of all ranks, which is what the losses need.
+Tensors in, tensors out. The public functions take one set of points (n, d). The losses use the functions below them,
+such as `scores`: these take v sets at once (the two views of a batch) and the points of all ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,23 +22,23 @@ from curvssl.kernels import (
     unit,
 )
 
-GRAM_POINTS = 2048  # up to here a Gram matrix of all points (16 MB) is cheaper than the blocks cut from it
-GROUP = 32  # values under one minimum in the first pass over a long row of distances
+GRAM_POINTS = 2048  # up to here one Gram matrix of all points (16 MB) is cheaper than one for each neighbourhood
+GROUP = 32  # size of the groups whose minima are compared first in a long row of distances
 
 
 def nearest_neighbors(x: Tensor, *, k: int = 10) -> Tensor:
     """The k nearest neighbours of each row of x (n, d) by Euclidean distance, nearest first, (n, k) int64.
 
-    A point is not its own neighbour, by its index: two equal points are each other's. Blocks of rows are ranked by one
-    matrix product each, so memory grows as n. That product loses digits where points are close to each other and far
-    from the middle, so it only nominates; the distances themselves decide, and a row that may have overlooked a point
-    is searched again in float64.
+    A point is not its own neighbour, by its index: two equal points are neighbours of each other. Each block of rows
+    is ranked by one matrix product, so memory grows as n. That product loses digits where points are close to each
+    other and far from the centre. So it only selects candidates, and their exact distances decide. A row that may have
+    missed a neighbour is searched again in float64.
     """
     x = _points(x, k=k, least=1).detach()
     everyone = torch.arange(len(x), device=x.device)
     with torch.autocast(x.device.type, enabled=False):
         if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
-            # Which rows to search again is a question to the host, which a compiled or captured step may not ask.
+            # To select rows for a second search the host must read results, which a compiled or captured step may not.
             return _search(x, everyone, k=k, dtype=_widest(x))[0]
         index, sure = _search(x, everyone, k=k, dtype=torch.float32)
         again = everyone[~sure]
@@ -52,8 +52,8 @@ def curvature(x: Tensor, *, k: int = 10, neighbors: Tensor | None = None) -> Ten
 
         c_i = Σ_{a<b} ⟨u_ia, u_ib⟩,   u_ia = (x_a − x_i) / ‖x_a − x_i‖
 
-    Edges that balance each other give −k/2; parallel edges give k(k−1)/2. An edge to an equal point is zero and
-    contributes nothing. `neighbors` (n, k) replaces the search.
+    Edges that cancel each other give −k/2; parallel edges give k(k−1)/2. An edge to an equal point is zero and
+    contributes nothing. With `neighbors` (n, k) no search is made.
     """
     x = _points(x, k=k, neighbors=neighbors)
     if neighbors is None:
@@ -69,13 +69,13 @@ def kernel_curvature(
     gamma: float | str = "median",
     neighbors: Tensor | None = None,
 ) -> Tensor:
-    """Curvature in the kernel's space, Eq. (10), (n, d) → (n,): neighbours by the kernel's distance, Eq. (8), then
+    """Curvature in the kernel's feature space, Eq. (10), (n, d) → (n,): neighbours by the distance of Eq. (8), then
 
         c_i = Σ_{a<b} k(e_a, e_b) / √(k(e_a, e_a) k(e_b, e_b)),   e_a = x_a − x_i
 
     `kernel` is a name or a function of curvssl.kernels (rbf, laplacian, linear, polynomial, cosine), a `Kernel`, or a
-    callable (a, b) → Gram matrix over batches of rows; `gamma` a number, "median", "scale" or "auto" (see
-    `kernel_width`). The linear kernel gives back `curvature`.
+    callable (a, b) → Gram matrix over batches of rows. `gamma` is a number, "median", "scale" or "auto" (see
+    `kernel_width`). The linear kernel gives the same as `curvature`.
     """
     x = _points(x, k=k, neighbors=neighbors)[None]
     with torch.autocast(x.device.type, enabled=False):
@@ -93,7 +93,7 @@ def polyhedron_curvature(x: Tensor, neighbors: Tensor) -> Tensor:
 
         c_i = Σ_a ⟨u_a, u_{a+1}⟩,   u_{k+1} = u_1
 
-    `neighbors` (n, k) go around the vertex in order: two that follow each other share a face.
+    `neighbors` (n, k) go around the vertex in order: two consecutive ones share a face.
     """
     x = _points(x, neighbors=neighbors)
     u = unit(_edges(x[None], x[None], neighbors[None])[0])  # (n, k, d)
@@ -103,8 +103,8 @@ def polyhedron_curvature(x: Tensor, neighbors: Tensor) -> Tensor:
 def angular_defect(vertices: Tensor, faces: Sequence[Sequence[int]] | Tensor) -> Tensor:
     """Descartes's defect 2π − Σ τ at each vertex of a polyhedral mesh, Eq. (2), (v, d) → (v,).
 
-    `faces` list the vertices around each polygon. On a closed mesh the sum is 2π(v − e + f), Eq. (3): 4π on a sphere,
-    0 on a torus.
+    Each face lists its vertices in order. On a closed mesh the defects sum to 2π(v − e + f), Eq. (3): 4π on a sphere, 0
+    on a torus.
     """
     vertices = _points(vertices)
     defect = torch.full_like(vertices[:, 0], 2 * torch.pi)
@@ -123,15 +123,15 @@ def angular_defect(vertices: Tensor, faces: Sequence[Sequence[int]] | Tensor) ->
     return defect
 
 
-# ---- v sets of points at once; the b queries are rows `first`, first+1, … of the n points, or none of them (None) ----
+# ---- v sets of points at once; the b queries are rows first, first+1, … of the n points; first=None: other points ----
 
 
 def neighbors_of(queries: Tensor, points: Tensor, *, k: int, first: int | None = 0) -> Tensor:
-    """Indices (v, b, k) of each query's nearest points by Euclidean distance; near-ties fall as rounding decides."""
-    middle = points.detach().mean(1, keepdim=True)  # the matrix product loses digits to a common offset
+    """Indices (v, b, k) of each query's nearest points by Euclidean distance; rounding decides between near-ties."""
+    middle = points.detach().mean(1, keepdim=True)  # with a common offset the matrix product would lose digits
     queries, points = queries.detach() - middle, points.detach() - middle
-    # ‖p‖² − 2⟨q, p⟩ by one product: ‖p‖² is one more dimension, in which a query is 1. To add it apart costs a pass
-    # over all distances. Products are fastest with rows of whole fours.
+    # ‖p‖² − 2⟨q, p⟩ by one product: ‖p‖² is one more dimension, in which a query is 1. To add it separately costs a
+    # pass over all distances. Products are fastest if the row length is a multiple of 4.
     spare = 3 - points.shape[-1] % 4
     q = F.pad(F.pad(-2 * queries, (0, 1), value=1.0), (0, spare))
     p = F.pad(torch.cat((points, points.square().sum(-1, keepdim=True)), -1), (0, spare))
@@ -142,7 +142,7 @@ def scores(queries: Tensor, points: Tensor, *, neighbors: Tensor) -> Tensor:
     """Eq. (6) for v sets: (v, b, d), (v, n, d), (v, b, k) → (v, b)."""
     edges = _edges(queries, points, neighbors)  # (v, b, k, d)
     inverse = inverse_root(edges.square().sum(-1, keepdim=True))
-    # Σ_{a<b}⟨u_a,u_b⟩ = (‖Σu‖² − Σ‖u‖²)/2 is O(kd) per point, the Gram matrix O(k²d); ‖u‖² is 1, or 0 for a zero edge.
+    # Σ_{a<b}⟨u_a,u_b⟩ = (‖Σu‖² − Σ‖u‖²)/2 is O(kd) per point, a Gram matrix O(k²d); ‖u‖² is 1, or 0 for a zero edge.
     return ((edges * inverse).sum(2).square().sum(-1) - (inverse > 0).sum((2, 3))) / 2
 
 
@@ -162,7 +162,7 @@ def kernel_neighbors(
     if kernel.distance is not None:
         return _nearest(queries, points, k=k, first=first, rank=kernel.distance)
     own = kernel(points[..., None, :], points[..., None, :], gamma=width[..., None])[..., 0, 0]  # (v, n)
-    # k(x, x) is the same for a whole row and does not change its order.
+    # k(x, x) is constant in a row, so it does not change the order.
     return _nearest(queries, points, k=k, first=first, rank=lambda q, p: own[:, None] - 2 * kernel(q, p, gamma=width))
 
 
@@ -170,7 +170,7 @@ def kernel_scores(queries: Tensor, points: Tensor, *, kernel: Kernel, width: Ten
     """Eq. (10) for v sets: (v, b, d), (v, n, d), (v, b, k) → (v, b)."""
     k = neighbors.shape[-1]
     if kernel.centred:
-        # The centre cancels in e_a − e_b, so the local Gram matrix is a cut-out of the points' own.
+        # The centre cancels in e_a − e_b, so the local Gram matrix is a submatrix of the points' Gram matrix.
         if queries.shape[1] == points.shape[1] <= GRAM_POINTS:
             middle = points.detach().mean(1, keepdim=True)
             gram = kernel(points - middle, points - middle, gamma=width)  # (v, n, n)
@@ -183,8 +183,8 @@ def kernel_scores(queries: Tensor, points: Tensor, *, kernel: Kernel, width: Ten
         return (local.sum((2, 3)) - local.diagonal(dim1=2, dim2=3).sum(-1)) / 2
     edges = _edges(queries, points, neighbors)
     local = kernel(edges, edges, gamma=width[..., None])  # K, (v, b, k, k)
-    scale = inverse_root(local.diagonal(dim1=2, dim2=3))  # and K', Eq. (9)
-    local = local * scale[..., :, None] * scale[..., None, :]
+    scale = inverse_root(local.diagonal(dim1=2, dim2=3))
+    local = local * scale[..., :, None] * scale[..., None, :]  # K', Eq. (9)
     return (local.sum((2, 3)) - local.diagonal(dim1=2, dim2=3).sum(-1)) / 2
 
 
@@ -192,64 +192,64 @@ def _edges(queries: Tensor, points: Tensor, neighbors: Tensor) -> Tensor:
     """x_a − x_i, (v, b, d), (v, n, d), (v, b, k) → (v, b, k, d)."""
     v, n, d = points.shape
     flat = (neighbors + n * torch.arange(v, device=points.device)[:, None, None]).flatten()
-    # index_select, because its gradient is one index_add; that of points[neighbors] sorts first.
+    # index_select, because its gradient is one index_add; the gradient of points[neighbors] sorts the indices first.
     return points.reshape(v * n, d).index_select(0, flat).view(*neighbors.shape, d) - queries[:, :, None]
 
 
 def _euclidean(queries: Tensor, points: Tensor) -> Tensor:
-    """‖p‖² − 2⟨q, p⟩: the squared distance less ‖q‖², which does not change a row's order."""
-    return product(-2 * queries, points.mT).add_(points.square().sum(-1)[:, None])  # in place: it may fill a gigabyte
+    """‖p‖² − 2⟨q, p⟩: the squared distance without ‖q‖², which does not change the order in a row."""
+    return product(-2 * queries, points.mT).add_(points.square().sum(-1)[:, None])  # in place: it may take a gigabyte
 
 
 @torch.no_grad()
 def _nearest(
     queries: Tensor, points: Tensor, *, k: int, first: int | None, rank: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Indices (v, b, k) of the points that `rank` puts first, row block by row block."""
+    """Indices (v, b, k) of the points with the smallest `rank`, computed in blocks of rows."""
     own = None if first is None else torch.arange(first, first + queries.shape[1], device=points.device)
-    found = []
+    indices = []
     for rows in _blocks(queries, points.shape[1]):
         distance = rank(queries[:, rows], points)
-        found.append(_best(distance, None if own is None else own[rows], k=k)[1])
-    return torch.cat(found, 1)
+        indices.append(_best(distance, None if own is None else own[rows], k=k)[1])
+    return torch.cat(indices, 1)
 
 
 @torch.no_grad()
 def _search(x: Tensor, own: Tensor, *, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Neighbours (b, k) of the rows `own` of x (n, d), and (b,) whether nothing nearer can have been overlooked.
+    """Neighbours (b, k) of the rows `own` of x (n, d), and (b,) whether no nearer point can have been missed.
 
-    The product in `dtype` nominates 2k points a row and the differences in float64 put them in order. In units of the
-    rounding error ε/2 the product errs by at most (d+4)(‖q‖+‖p‖)² ≤ (d+4)(8‖q‖² + 2‖q−p‖²), which tells how near a
-    point that was not nominated can be.
+    The product in `dtype` selects 2k candidates per row, and their differences in float64 decide the order. In units of
+    the rounding error ε/2 the product is wrong by at most (d+4)(‖q‖+‖p‖)² ≤ (d+4)(8‖q‖² + 2‖q−p‖²). This bounds how
+    near a point outside the candidates can be.
     """
     n, d = x.shape
-    # The median is where most points are, so the norms that cancel are small; one outlier would drag the mean along.
+    # Most points are near the median, so the norms that cancel are small; one outlier would move the mean far away.
     points = x.to(dtype)
     points = (points - points.median(0).values)[None]
     slack = (d + 4) * torch.finfo(dtype).eps / 2
-    found, sure = [], []
+    indices, sure = [], []
     for rows in _blocks(own[None], max(n, 4 * k * d), dtype=dtype):
         queries = points[:, own[rows]]
         values, index = _best(_euclidean(queries, points), own[rows], k=min(2 * k, n - 1))
         edges = x[index[0]].to(_widest(x)) - x[own[rows], None]
         square, order = edges.square().sum(-1).sort(stable=True)
-        found.append(index[0].gather(1, order[:, :k]))
+        indices.append(index[0].gather(1, order[:, :k]))
         norm = queries[0].square().sum(-1)
-        overlooked = (values[0, :, -1] + norm - 8 * slack * norm) / (1 + 2 * slack)
-        sure.append((square[:, k - 1] <= overlooked) | (n - 1 <= 2 * k))
-    return torch.cat(found), torch.cat(sure)
+        least_missed = (values[0, :, -1] + norm - 8 * slack * norm) / (1 + 2 * slack)
+        sure.append((square[:, k - 1] <= least_missed) | (n - 1 <= 2 * k))
+    return torch.cat(indices), torch.cat(sure)
 
 
 def _best(distance: Tensor, own: Tensor | None, *, k: int) -> tuple[Tensor, Tensor]:
-    """The k smallest of each row and where they are, after a query's distance to itself is struck out, (v, b, n)."""
+    """The k smallest distances of each row of (v, b, n) and their indices, without a query's distance to itself."""
     if own is not None:
         distance.scatter_(2, own[None, :, None].expand(len(distance), -1, 1), torch.inf)
     n = distance.shape[-1]
     if n < 4 * GROUP * k:
         values, index = distance.topk(k, largest=False)
         return values, index
-    # topk takes longer than the matrix product, minima far less. The k groups with the least minima hold the k smallest
-    # values: below or level with all that another group holds are k minima, so k values. Group j is j, j + m, j + 2m, …
+    # topk takes longer than the matrix product, minima far less. The k groups with the smallest minima contain the k
+    # smallest values: these k minima are already ≤ every value of any other group. Group j is j, j + m, j + 2m, …
     m = n // GROUP
     groups = distance[..., : m * GROUP].unflatten(-1, (GROUP, m)).amin(-2).topk(k, largest=False).indices
     inside = (groups[..., None] + m * torch.arange(GROUP, device=distance.device)).flatten(-2)
@@ -260,9 +260,9 @@ def _best(distance: Tensor, own: Tensor | None, *, k: int) -> tuple[Tensor, Tens
 
 
 def _blocks(queries: Tensor, cells: int, *, dtype: torch.dtype = torch.float32) -> Iterator[slice]:
-    """Slices of the rows of (v, b, …), `cells` numbers each: 16 MB on CPU, 1 GB on an accelerator, or 256 rows.
+    """Slices of the rows of (v, b, …); a row takes `cells` numbers, a block 16 MB on CPU and 1 GB on an accelerator.
 
-    A larger block leaves the cache, and a matrix product with fewer rows than that is slow.
+    A larger block does not fit into the cache. A block has at least 256 rows, because a product with fewer is slow.
     """
     room = (2**24 if queries.device.type == "cpu" else 2**30) // dtype.itemsize
     rows = max(256, room // (cells * len(queries)))
@@ -271,11 +271,11 @@ def _blocks(queries: Tensor, cells: int, *, dtype: torch.dtype = torch.float32) 
 
 
 def _widest(x: Tensor) -> torch.dtype:
-    return x.dtype if x.device.type == "mps" else torch.float64  # which has no float64
+    return x.dtype if x.device.type == "mps" else torch.float64  # mps has no float64
 
 
 def _points(x: Any, *, k: int | None = None, least: int = 2, neighbors: Tensor | None = None) -> Tensor:
-    """x as floating-point rows of at least float32, after the checks that every function here needs."""
+    """x as rows of at least float32, after the checks that all functions here share."""
     x = torch.as_tensor(x)
     if x.ndim != 2:
         raise ValueError(f"expected points as rows, (n, d), got shape {tuple(x.shape)}: reshape them")

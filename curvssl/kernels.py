@@ -1,4 +1,4 @@
-"""Kernels k(a, b) over rows, (…, n, d) × (…, m, d) → (…, n, m), Eq. (7): values with their distance and their width.
+"""Kernels k(a, b) over rows, Eq. (7), (…, n, d) × (…, m, d) → (…, n, m), each with its distance and its width γ.
 
 To add one: write a function with the signature of `rbf` and add one line to KERNELS.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvssl.names import unknown
 
-MEDIAN_POINTS = 512  # the median heuristic looks at the pairs of at most this many points
+MEDIAN_POINTS = 512  # the median heuristic uses the pairs of at most this many points
 GAMMAS = ("median", "scale", "auto")
 
 Distance = Callable[[Tensor, Tensor], Tensor]  # (…, n, d) × (…, m, d) → (…, n, m)
@@ -22,7 +22,7 @@ Distance = Callable[[Tensor, Tensor], Tensor]  # (…, n, d) × (…, m, d) → 
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b with all digits of float32, also where torch may take TF32 or bfloat16 for such products."""
+    """a @ b in full float32 precision, also where torch's settings allow TF32 or bfloat16."""
     if a.dtype == torch.float32 and _rounds(a.device.type):
         return exact_product(a, b)
     return a @ b
@@ -33,7 +33,7 @@ def _rounds(device: str) -> bool:
     return device in ("cpu", "cuda") and _settings(device).fp32_precision in ("tf32", "bf16")
 
 
-# What torch.compiler.assume_constant_result does, without importing the compiler, which takes as long as torch itself.
+# As torch.compiler.assume_constant_result, but without importing the compiler, which takes as long as torch itself.
 _rounds._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -44,7 +44,7 @@ def _settings(device: str) -> Any:
 
 @torch.library.custom_op("curvssl::exact_product", mutates_args=())
 def exact_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, whatever torch's settings allow. One operation, so that its gradient and a compiler keep to that too."""
+    """a @ b in full precision, whatever torch's settings are. A custom op, so that autograd and compilers keep it."""
     settings = _settings(a.device.type)
     before = settings.fp32_precision
     settings.fp32_precision = "ieee"
@@ -78,16 +78,16 @@ def unit(x: Tensor) -> Tensor:
 
 
 def inverse_root(square: Tensor) -> Tensor:
-    """1/√s, and 0 with a zero gradient where s is 0 or so small (1e-31 in float32) that the gradient would overflow."""
+    """1/√s; 0 with gradient 0 where s is 0 or so small (1e-31 in float32) that the gradient would overflow."""
     zero = square <= torch.finfo(square.dtype).tiny / torch.finfo(square.dtype).eps
-    # Not rsqrt: its gradient passes through s^(−3/2), which overflows in float32 from √s = 1e-13.
+    # Not rsqrt: its gradient contains s^(−3/2), which overflows in float32 from √s = 1e-13 downwards.
     return torch.where(zero, 0, torch.where(zero, 1, square).sqrt().reciprocal())
 
 
 def squared_distances(a: Tensor, b: Tensor) -> Tensor:
     """‖a_i − b_j‖², (…, n, d) × (…, m, d) → (…, n, m), by one matrix product."""
     square = a.square().sum(-1)[..., :, None] + b.square().sum(-1)[..., None, :] - 2 * product(a, b.mT)
-    return square.clamp_min(0)  # ‖a‖²+‖b‖²−2ab can dip below 0 in float32
+    return square.clamp_min(0)  # ‖a‖²+‖b‖²−2ab can be negative in float32
 
 
 def city_block(a: Tensor, b: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def laplacian(a: Tensor, b: Tensor, *, gamma: Tensor | float) -> Tensor:
 
 
 def linear(a: Tensor, b: Tensor, *, gamma: Tensor | float) -> Tensor:
-    """⟨a, b⟩; γ plays no part."""
+    """⟨a, b⟩; γ is ignored."""
     return product(a, b.mT)
 
 
@@ -119,18 +119,18 @@ def polynomial(a: Tensor, b: Tensor, *, gamma: Tensor | float) -> Tensor:
 
 
 def cosine(a: Tensor, b: Tensor, *, gamma: Tensor | float) -> Tensor:
-    """⟨a, b⟩ / (‖a‖ ‖b‖); γ plays no part, and a zero vector has cosine 0 with everything."""
+    """⟨a, b⟩ / (‖a‖ ‖b‖); γ is ignored. A zero vector has cosine 0 with every vector."""
     return product(unit(a), unit(b).mT)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel with what the geometry needs to know of it.
+    """A kernel and its properties that the geometry needs.
 
     gram: k(a, b; γ) over rows.
-    distance: puts points in the same order as ‖φ(a) − φ(b)‖; None is that distance itself, Eq. (8), from `gram`.
-    centred: k depends on a − b alone and k(x, x) = 1, so a neighbourhood's centre cancels between two of its edges.
-    spread: a distance s for which γ = 1 / s is a good width, for γ = "median".
+    distance: sorts points in the same order as ‖φ(a) − φ(b)‖; None computes that distance from `gram`, Eq. (8).
+    centred: k depends only on a − b and k(x, x) = 1, so the centre of a neighbourhood cancels between its edges.
+    spread: a distance s such that γ = 1 / s is a good width, for γ = "median".
     """
 
     gram: Callable[..., Tensor]
@@ -150,12 +150,12 @@ KERNELS = {
     "cosine": Kernel(cosine),
 }
 
-# A name, a kernel, one of the functions above, or any (a, b) → Gram matrix.
+# A name, a Kernel, one of the functions above, or any callable (a, b) → Gram matrix.
 AnyKernel = str | Kernel | Callable[..., Tensor]
 
 
 def resolve(kernel: AnyKernel) -> Kernel:
-    """The kernel that is meant; a function from outside is taken as a Gram matrix without a width."""
+    """The `Kernel` for a name or a function. A user's own function is called without γ."""
     if isinstance(kernel, Kernel):
         return kernel
     if isinstance(kernel, str):
@@ -169,7 +169,7 @@ def resolve(kernel: AnyKernel) -> Kernel:
 
 
 def check_gamma(gamma: float | str) -> None:
-    """An error for what is no width."""
+    """Raise ValueError if γ is neither a positive number nor one of GAMMAS."""
     if isinstance(gamma, str):
         if gamma not in GAMMAS:
             raise ValueError(f"{unknown('gamma', gamma, GAMMAS)}, or a positive number")
@@ -179,13 +179,13 @@ def check_gamma(gamma: float | str) -> None:
 
 @torch.no_grad()
 def kernel_width(x: Tensor, *, kernel: AnyKernel, gamma: float | str) -> Tensor:
-    """γ for the points x (v, n, d), one for each of the v sets, (v, 1, 1); never part of the gradient.
+    """γ for the points x (v, n, d), one for each of the v sets, (v, 1, 1). No gradient flows through it.
 
-    A number stands for itself. "auto" is 1/d and "scale" is 1/(d · Var x), as in scikit-learn's SVC. "median" is
-    1/(2m²), and 1/m for the Laplacian's ‖·‖₁. There m is a median of medians: the median over the points of each
-    point's median distance to the others, which is near the usual median over all pairs but not the same number. Of
-    more than 512 points, every second, third, … row is taken, so that at most 512 are left. A width that the data
-    cannot give, because all points are equal, is 1.
+    A number is used as it is. "auto" is 1/d and "scale" is 1/(d · Var x), as in scikit-learn's SVC. "median" is
+    1/(2m²), and 1/m for the Laplacian's ‖·‖₁. Here m is a median of medians: the median over the points of each
+    point's median distance to the others. This is close to the usual median over all pairs, but not equal to it. Of
+    more than 512 points, every second, third, … row is taken, so that at most 512 are left. If all points are equal,
+    γ is 1.
     """
     check_gamma(gamma)
     if not isinstance(gamma, str):
@@ -199,11 +199,11 @@ def kernel_width(x: Tensor, *, kernel: AnyKernel, gamma: float | str) -> Tensor:
         sample = sample - sample.mean(1, keepdim=True)
         distance = resolve(kernel).spread(sample, sample)
         itself = torch.eye(sample.shape[1], dtype=torch.bool, device=x.device)
-        # Medians row by row take an eighth of the time of one over all pairs.
+        # Medians by row take an eighth of the time of one median over all pairs.
         width = _inverse(distance.masked_fill(itself, torch.inf).median(2).values.median(1).values)
     return width[:, None, None]
 
 
 def _inverse(x: Tensor) -> Tensor:
-    some = x > torch.finfo(x.dtype).tiny  # 1/x overflows below
-    return torch.where(some, 1 / torch.where(some, x, 1), 1)
+    positive = x > torch.finfo(x.dtype).tiny  # 1/x overflows below this
+    return torch.where(positive, 1 / torch.where(positive, x, 1), 1)

@@ -1,9 +1,9 @@
-"""The objectives, as the paper writes them: terms of two views' embeddings, and losses that are weighted sums of terms.
+"""The paper's objectives: terms, which are functions of two views' embeddings, and losses, weighted sums of terms.
 
-Each takes two views' embeddings, (b, d) each, row i of both from image i, and gives a scalar. `terms(z0, z1)` gives the
-named numbers that it is made of, without their weights. Inside, z (2, b, d) are both views.
+A loss takes the embeddings of two views, (b, d) each, where row i of both comes from image i, and returns a scalar.
+`terms(z0, z1)` returns its named terms without their weights. Inside, z (2, b, d) holds both views.
 
-With torch.distributed initialised every statistic is that of the global batch, and so is the gradient (collectives.py).
+With torch.distributed initialised, every statistic and the gradient are those of the global batch (collectives.py).
 To add a loss: one class here, and one line in methods.py.
 """
 
@@ -19,31 +19,31 @@ from curvssl.kernels import AnyKernel, check_gamma, kernel_width, product, resol
 
 
 class Loss(nn.Module):
-    """Σ_t w_t · term_t over `parts()`; a term on its own is a sum with itself as the only part.
+    """Σ_t w_t · term_t over `parts()`; a single term is a sum whose only part is itself.
 
-    A term has `names`, `numbers` and `weights`. The weights are read at every call, so they may change while training.
-    It computes in at least float32, whatever autocast or TF32 say.
+    A term has `names`, `numbers` and `weights`. The weights are read at every call, so they may change during training.
+    It computes in at least float32, whatever the settings of autocast and TF32 are.
     """
 
     names: tuple[str, ...] = ()
 
     def numbers(self, z: Tensor) -> Tensor:
-        """One number a name, from both views (2, b, d)."""
+        """One number for each name, from both views (2, b, d)."""
         raise NotImplementedError
 
     def weights(self) -> dict[str, float]:
-        """The weights of the numbers in this term; one without a weight is only watched."""
+        """The weights of the numbers in this term; a number without a weight is only logged."""
         raise NotImplementedError
 
     def parts(self) -> tuple[tuple[float, "Loss"], ...]:
-        """The terms with their weights; none needs another, so a training step may take them side by side."""
+        """The terms with their weights; terms are independent, so a training step may compute them in parallel."""
         return ((1.0, self),)
 
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
         return self.weigh(self.terms(z0, z1))
 
     def terms(self, z0: Tensor, z1: Tensor) -> dict[str, Tensor]:
-        """The named numbers of the loss, without their weights, and what else there is to watch."""
+        """The named numbers of the loss, without their weights, and those that are only logged."""
         if z0.ndim != 2 or z0.shape != z1.shape:
             raise ValueError(
                 f"expected two views of one shape (b, d), got {tuple(z0.shape)} and {tuple(z1.shape)}: "
@@ -94,13 +94,13 @@ class BarlowTwinsLoss(Loss):
 class Curvature(Loss):
     """L_curv = Σ_i (M_ii − 1)² + λ_curv Σ_{i≠j} M_ij², Eq. (19),   M = c̃ c̃'ᵀ / b, Eq. (18).
 
-    c are the curvature scores of each view's embeddings among their k nearest neighbours in the global batch, Eq. (15),
-    or with a kernel (as in `curvssl.kernel_curvature`) Eq. (16); each view has its own γ. A term to add to any loss:
+    c are the curvature scores of each view's embeddings, Eq. (15), with the k nearest neighbours in the global batch;
+    with a kernel (as in `curvssl.kernel_curvature`) Eq. (16). Each view has its own γ. It can be added to any loss:
 
-        loss = anyones_loss(z0, z1) + 10 * curvature(z0, z1)
+        loss = any_loss(z0, z1) + 10 * curvature(z0, z1)
 
-    With λ_curv = 1 and ε → 0 it is b + 1 − 2ρ, ρ the correlation of the two views' scores (docs/mathematics.md);
-    `terms` reports ρ as "rho".
+    With λ_curv = 1 and ε → 0 it is b + 1 − 2ρ, where ρ is the correlation of the two views' scores
+    (docs/mathematics.md); `terms` reports ρ as "rho".
     """
 
     names = ("curvature_alignment", "curvature_decorrelation", "rho")
@@ -124,7 +124,7 @@ class Curvature(Loss):
         b = z.shape[1] * world_size()
         check_k(self.k, n=b)
         c = standardise(self.scores(z).mT, eps=self.eps)  # (b, 2): c̃ and c̃', Eq. (17)
-        m = c[:, 0] * c[:, 1] / b  # M is rank one: its diagonal m and three sums are all that L_curv needs
+        m = c[:, 0] * c[:, 1] / b  # M has rank one: L_curv needs only its diagonal m and three sums
         sums = total(torch.stack((m.sum(), m.square().sum(), *c.square().sum(0))))
         rho, diagonal_squares, squares0, squares1 = sums.unbind()  # ρ is the trace of M
         alignment = diagonal_squares - 2 * rho + b
@@ -135,7 +135,7 @@ class Curvature(Loss):
         return {"curvature_alignment": 1.0, "curvature_decorrelation": self.lambda_curv}
 
     def scores(self, z: Tensor) -> Tensor:
-        """Eq. (15) or (16) of v views' embeddings among the global batch, (v, b, d) → (v, b)."""
+        """Eq. (15) or (16): scores of v views, with neighbours in the global batch, (v, b, d) → (v, b)."""
         everyone, first = among_all(z)
         if self.kernel is None:
             return scores(z, everyone, neighbors=neighbors_of(z, everyone, k=self.k, first=first))
@@ -145,7 +145,7 @@ class Curvature(Loss):
 
 
 def _setting_of(part: str, name: str) -> Any:
-    """A setting of one part, read and written as if it were the whole's."""
+    """A setting of one part as an attribute of the whole loss."""
     return property(
         lambda self: getattr(getattr(self, part), name), lambda self, value: setattr(getattr(self, part), name, value)
     )
@@ -176,7 +176,7 @@ class CurvSSLLoss(Loss):
 
 
 class KernelCurvSSLLoss(CurvSSLLoss):
-    """CurvSSL with the curvature taken in a kernel's space, Eq. (16)."""
+    """CurvSSL with the curvature in a kernel's feature space, Eq. (16)."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class KernelCurvSSLLoss(CurvSSLLoss):
 
 
 class VICRegLoss(Loss):
-    """VICReg's three terms, with the official halves: the variance hinge is averaged over the two views."""
+    """VICReg's three terms. As in the official code, the variance hinge is averaged over the two views."""
 
     names = ("invariance", "variance", "covariance")
 
@@ -218,7 +218,7 @@ class VICRegLoss(Loss):
 
 
 def standardise(z: Tensor, *, eps: float) -> Tensor:
-    """(z − μ) / (σ + ε) over the global batch, Eq. (12), σ the population's deviation, (…, b, d) → (…, b, d)."""
+    """(z − μ) / (σ + ε) over the global batch, Eq. (12), with the population's σ, (…, b, d) → (…, b, d)."""
     b = z.shape[-2] * world_size()
     z = z - total(z.sum(-2, keepdim=True)) / b
     variance = total(z.square().sum(-2, keepdim=True)) / b
@@ -228,7 +228,7 @@ def standardise(z: Tensor, *, eps: float) -> Tensor:
 
 
 def among_all(z: Tensor) -> tuple[Tensor, int]:
-    """The points of all ranks, (v, b, d) → (v, W·b, d), and the row at which ours begin."""
+    """The points of all W ranks, (v, b, d) → (v, W·b, d), and the index of this rank's first row."""
     if world_size() == 1:
         return z, 0
     return gather(z.transpose(0, 1)).transpose(0, 1), rank() * z.shape[1]

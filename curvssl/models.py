@@ -1,4 +1,4 @@
-"""The encoder f and the projector g."""
+"""The networks: the encoder f and the projector g."""
 
 import difflib
 import re
@@ -14,7 +14,7 @@ from curvssl.config import UserError, unknown
 
 
 class ResNetMini(nn.Module):
-    """A three-stage ResNet for the demo's 16×16 digits: 32, 64, 128 channels, one block a stage."""
+    """A three-stage ResNet for the demo's 16×16 digits: 32, 64, 128 channels, one block per stage."""
 
     def __init__(self, *, channels: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class ResNetMini(nn.Module):
 
 @contextmanager
 def no_search() -> Iterator[None]:
-    """Without cuDNN's search for the fastest convolutions, which training turns on: for shapes met for a moment."""
+    """Turn off cuDNN's search for the fastest convolutions, which training turns on: for shapes that are used once."""
     searches = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = False
     try:
@@ -44,7 +44,7 @@ def no_search() -> Iterator[None]:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Float32 with all its digits: torch lets CUDA's convolutions round to TF32 unless told otherwise."""
+    """Compute in full float32: by default torch lets convolutions on CUDA round to TF32."""
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     kinds: list[Any] = [cudnn.conv, cudnn.rnn, matmul]  # type: ignore[attr-defined]
     before = [kind.fp32_precision for kind in kinds]
@@ -52,7 +52,7 @@ def full_precision() -> Iterator[None]:
     try:
         yield
     finally:
-        cudnn.allow_tf32 = before[0] == "tf32"  # torch wants both of cuDNN's kinds set by one name or by two
+        cudnn.allow_tf32 = before[0] == "tf32"  # torch raises an error where it disagrees with conv and rnn
         for kind, precision in zip(kinds, before, strict=True):
             if kind.fp32_precision != precision:
                 kind.fp32_precision = precision
@@ -68,11 +68,11 @@ def make_encoder(name: str, *, stem: str = "imagenet", channels: int = 3, size: 
 
 
 def _resnet(name: str, *, stem: str, channels: int) -> nn.Module:
-    """torchvision's, without its classifier; the stem `small` keeps the resolution."""
+    """torchvision's ResNet without its classifier; the stem `small` does not lower the resolution."""
     from torchvision import models
 
     net = getattr(models, name)(weights=None)
-    net.fc = nn.Identity()  # h is what the average pool gives
+    net.fc = nn.Identity()  # h is the output of the average pool
     if stem == "small":
         net.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
         net.maxpool = nn.Identity()
@@ -84,7 +84,7 @@ def _resnet(name: str, *, stem: str, channels: int) -> nn.Module:
 ENCODERS: dict[str, Callable[..., nn.Module]] = {
     "resnet18": partial(_resnet, "resnet18"),
     "resnet50": partial(_resnet, "resnet50"),
-    "resnet-mini": lambda *, stem, channels: ResNetMini(channels=channels),  # it has one stem
+    "resnet-mini": lambda *, stem, channels: ResNetMini(channels=channels),  # it has only one stem
 }
 
 
@@ -94,27 +94,27 @@ def _timm(name: str, *, channels: int, size: int) -> nn.Module:
     except ModuleNotFoundError:
         raise UserError(f"encoder timm:{name} needs timm: pip install 'curvssl[timm]'") from None
     known = timm.list_models()
-    if name not in known:  # more than a thousand are: the nearest will do
+    if name not in known:  # timm knows more than a thousand, so the message lists only the most similar ones
         raise unknown("timm backbone", name, [*difflib.get_close_matches(name, known, n=5, cutoff=0), "…"])
     make = partial(timm.create_model, name, pretrained=False, num_classes=0, in_chans=channels)
     numbers = torch.get_rng_state()
     with _taking(size):
         try:
             net = make(img_size=size)
-        except TypeError as error:  # networks that take any size, like ResNets, do not know the word
+        except TypeError as error:  # networks that take any size, like ResNets, have no parameter img_size
             if "img_size" not in str(error):
                 raise
-            torch.set_rng_state(numbers)  # the seed gives the same weights, however far the first attempt came
+            torch.set_rng_state(numbers)  # as if the failed attempt had drawn nothing
             net = make()
     for part in net.modules():
         if isinstance(part, timm.layers.PatchEmbed) and not part.dynamic_img_pad:
             _check_patches(name, known, patch=max(part.patch_size), size=size)
-            break  # later ones cut features, not images
+            break  # later PatchEmbeds divide features, not images
     return net
 
 
 def _check_patches(name: str, known: Sequence[str], *, patch: int, size: int) -> None:
-    """timm would leave the pixels behind the last whole patch out, without a word."""
+    """An error if patches do not fill the image: timm would silently ignore the pixels after the last whole patch."""
     if size % patch == 0:
         return
     below = size // patch * patch
@@ -130,7 +130,7 @@ def _check_patches(name: str, known: Sequence[str], *, patch: int, size: int) ->
 
 @contextmanager
 def _taking(size: int) -> Iterator[None]:
-    """What a network raises at a size that it cannot take, in one line."""
+    """Turn a network's error about the image size into one line."""
     try:
         yield
     except (RuntimeError, AssertionError, ValueError, ArithmeticError) as error:
@@ -141,7 +141,7 @@ def _taking(size: int) -> Iterator[None]:
 
 
 def make_projector(d_h: int, *, width: int, depth: int, d_z: int, norm: bool) -> nn.Module:
-    """Linear – BatchNorm – ReLU, depth − 1 times, then Linear to d_z; `norm` adds a BatchNorm without parameters."""
+    """(Linear – BatchNorm – ReLU) × (depth − 1), then Linear to d_z; `norm` adds a BatchNorm without parameters."""
     layers: list[nn.Module] = []
     for _ in range(depth - 1):
         layers += [nn.Linear(d_h, width, bias=False), nn.BatchNorm1d(width), nn.ReLU()]
@@ -153,7 +153,7 @@ def make_projector(d_h: int, *, width: int, depth: int, d_z: int, norm: bool) ->
 
 
 class Net(nn.Module):
-    """z = g(f(x)); what pretraining trains."""
+    """z = g(f(x)), the network that is pretrained."""
 
     def __init__(self, encoder: nn.Module, projector: nn.Module) -> None:
         super().__init__()
@@ -164,9 +164,9 @@ class Net(nn.Module):
 
 
 class PerView:
-    """Mixed into a BatchNorm: of two views in one batch, (2b, …), each is normalised by its own statistics.
+    """Mixin for a BatchNorm: a batch (2b, …) holds two views, and each is normalised by its own statistics.
 
-    One pass over both views is faster than two, and this keeps what two would do, the running statistics included.
+    One pass over both views is faster than two. The result is that of two passes, including the running statistics.
     """
 
     training: bool
@@ -177,7 +177,7 @@ class PerView:
 
 
 def per_view(net: nn.Module) -> None:
-    """Make every BatchNorm of a network normalise the two halves of a batch apart while it trains."""
+    """Make every BatchNorm of a network normalise the two halves of a batch separately in training mode."""
     for module in net.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, PerView):
             kind = type(module)
@@ -196,9 +196,9 @@ def make_net(
     norm: bool,
     seed: int,
 ) -> Net:
-    """Encoder and projector with the weights that the seed gives; the caller's random state is left alone.
+    """Encoder and projector with weights drawn from the seed; the caller's random state does not change.
 
-    An encoder that is a module keeps its own weights.
+    An encoder that is given as a module keeps its weights.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -212,7 +212,7 @@ def make_net(
 
 @torch.no_grad()
 def feature_dim(encoder: nn.Module, *, channels: int, size: int) -> int:
-    """d_h, seen from one blank image."""
+    """d_h, measured with one blank image."""
     training = encoder.training
     try:
         with _taking(size):

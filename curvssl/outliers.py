@@ -1,4 +1,4 @@
-"""Curvature as a scikit-learn outlier detector: a point all of whose neighbours lie to one side is an outlier."""
+"""Curvature as a scikit-learn outlier detector: a point is an outlier if all its neighbours lie on one side."""
 
 import warnings
 from numbers import Integral, Real
@@ -14,36 +14,37 @@ from torch import Tensor
 from curvssl.geometry import kernel_neighbors, kernel_scores, neighbors_of, scores
 from curvssl.kernels import AnyKernel, kernel_width, resolve
 
-FENCE = 1.5  # Tukey's: past this many interquartile ranges beyond the quartile lie 0.35 % of a normal distribution
+FENCE = 1.5  # Tukey's, in interquartile ranges beyond the quartile: 0.35 % of a normal distribution lie outside
 
 
 class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
     """Unsupervised outlier detection by the curvature of each point among its nearest neighbours.
 
-    Inside a cloud the neighbours lie on all sides, their directions balance and the curvature is low; seen from an
-    outlier they lie in one direction and it nears its maximum k(k−1)/2. With a shift-invariant kernel (rbf, laplacian)
-    the curvature is Σ k(x_a, x_b) over pairs of neighbours, whatever the direction they lie in: it is high where they
-    crowd together, and the outlier is the point whose curvature is *low*. `score_samples` takes the sign that fits.
+    Inside a cloud of points the neighbours lie on all sides, their directions cancel and the curvature is low. The
+    neighbours of an outlier lie in one direction, and its curvature is close to the maximum k(k−1)/2. With a
+    shift-invariant kernel (rbf, laplacian) the curvature is Σ k(x_a, x_b) over pairs of neighbours and does not depend
+    on direction: it is high where the neighbours are dense, so outliers have *low* curvature. `score_samples` uses the
+    right sign in both cases.
 
-    Scores are those of new points, their neighbours sought among the training points. A row that equals a training
-    point is taken for that point and one such twin is left out, so `score_samples(X_train)` is what `fit` saw, and
-    `fit_predict(X)` is `fit(X).predict(X)`; there is no separate novelty mode.
+    The neighbours of a new point are sought among the training points. A row that equals a training point counts as
+    that point, and one such duplicate is left out of its neighbours. So `score_samples(X_train)` equals `scores_`, and
+    `fit_predict(X)` equals `fit(X).predict(X)`; there is no separate novelty mode.
 
     Parameters
     ----------
     n_neighbors : int, default=10
-        Neighbours of each point, k: 2 or more. More than n_samples − 1 are clipped to that, with a warning.
+        Neighbours of each point, k: 2 or more. Values above n_samples − 1 are clipped to it, with a warning.
     kernel : None, str or callable, default=None
-        None is the curvature of Eq. (6). A kernel, as in `curvssl.kernel_curvature`, gives that of Eq. (10).
+        None gives the curvature of Eq. (6). A kernel, as in `curvssl.kernel_curvature`, gives that of Eq. (10).
     gamma : float, "median", "scale" or "auto", default="median"
-        Width of the kernel, found on the training points; without a kernel it plays no part.
+        Width of the kernel, computed from the training points; ignored without a kernel.
     contamination : "auto" or float in (0, 0.5], default="auto"
-        A float is the share of the training points below the threshold. "auto" is Tukey's fence: a score more than
-        1.5 interquartile ranges below the first quartile of the training scores. The level and the spread of the
-        curvature depend on the dimension and on k (in many dimensions even inner points see their neighbours under
-        60°), so no fixed threshold fits all data; quartiles follow both, and a quarter of the points can be outliers
-        without moving them far. Splitting the scores by 2-means, the other known choice, must call a part of every
-        data set anomalous.
+        A float is the share of the training points below the threshold. "auto" is Tukey's fence: outliers score more
+        than 1.5 interquartile ranges below the first quartile of the training scores. No fixed threshold fits all
+        data, because the level and the spread of the curvature depend on the dimension and on k: in many dimensions
+        the angles between edges are near 60° even for inner points. Quartiles adapt to both, and up to a quarter of
+        the points can be outliers without moving them far. The other known choice, to split the scores by 2-means,
+        reports outliers in every data set.
 
     Attributes
     ----------
@@ -70,9 +71,9 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
         self.contamination = contamination
 
     def fit(self, X: ArrayLike, y: Any = None) -> Self:
-        """Keep the points, score each among the others, and set the threshold; `y` is ignored."""
+        """Store the points, score each one among the others, and set the threshold; `y` is ignored."""
         self._check_parameters()
-        points = validate_data(self, X, dtype=np.float64, ensure_min_samples=3)  # 3: each needs a pair of neighbours
+        points = validate_data(self, X, dtype=np.float64, ensure_min_samples=3)  # 3: each needs two neighbours
         self.n_neighbors_ = min(self.n_neighbors, len(points) - 1)
         if self.n_neighbors_ < self.n_neighbors:
             warnings.warn(
@@ -92,7 +93,7 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
         return self
 
     def score_samples(self, X: ArrayLike) -> NDArray[np.float64]:
-        """How normal each row is among the training points, (n_samples,): the higher, the more normal."""
+        """How normal each row is among the training points, (n_samples,): higher is more normal."""
         check_is_fitted(self)
         return self._score(validate_data(self, X, dtype=np.float64, reset=False))
 
@@ -130,9 +131,9 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
 
 
 def _without_twin(queries: Tensor, points: Tensor, nominees: Tensor) -> Tensor:
-    """The k of k+1 nominees (1, b, k+1) left when one that equals its query, or else the last, is struck out."""
+    """k of the k+1 nearest points (1, b, k+1): without the first that equals its query or, if none does, the last."""
     equal = (points[0, nominees[0]] == queries[0, :, None]).all(-1)  # (b, k+1)
     last = nominees.shape[-1] - 1
-    out = torch.where(equal.any(1), equal.int().argmax(1), last)
+    dropped = torch.where(equal.any(1), equal.int().argmax(1), last)
     keep = torch.arange(last)
-    return nominees.gather(2, (keep + (keep >= out[:, None]))[None])
+    return nominees.gather(2, (keep + (keep >= dropped[:, None]))[None])
