@@ -1,1 +1,1 @@
-"""Images: named sets, own folders and arrays, decoding, streaming, and the views that are made of them."""
+"""Images: named data sets, the user's folders and arrays, decoding, streaming, and augmented views."""

@@ -1,4 +1,4 @@
-"""One uint8 array on disk, .npy or .npz, as images (N, C, H, W) and labels."""
+"""Read one uint8 array on disk, .npy or .npz, as images (N, C, H, W) and labels."""
 
 import zipfile
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class ArrayImages(Images):
         return len(self.array)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened, (self.path, self.rows)  # to another process goes the path, not the pixels
+        return _reopened, (self.path, self.rows)  # other processes get the path, not the pixels
 
     def read(self, rows: list[int], *, stand_ins: bool) -> tuple[Tensor, Bad]:
         read = blank((len(rows), *self.shape[1:]))
@@ -48,8 +48,8 @@ def _reopened(path: Path, rows: Tensor) -> ArrayImages:
 def open_array(path: Path) -> tuple[np.ndarray, Tensor | None, tuple[str, ...]]:
     """Pixels (N, C, H, W), labels (N,) and class names.
 
-    A .npy stays on disk, and its labels may lie beside it in NAME.labels.npz; a .npz has the entries images and, if
-    there are labels, labels and classes.
+    A .npy stays on disk; its labels may be next to it in NAME.labels.npz. A .npz has the entry images and, if there are
+    labels, the entries labels and classes.
     """
     try:
         if path.suffix == ".npz":
@@ -58,7 +58,7 @@ def open_array(path: Path) -> tuple[np.ndarray, Tensor | None, tuple[str, ...]]:
                 raise UserError(f"{path} has the entries {', '.join(entries)}: call the pixels images")
             images = entries.pop("images") if "images" in entries else entries.popitem()[1]
         else:
-            with open(path, "rb") as opened:  # np.load would leave a broken file open
+            with open(path, "rb") as opened:  # np.load would not close a broken file
                 np.lib.format.read_magic(opened)
             images, beside = np.load(path, mmap_mode="r"), path.with_suffix(".labels.npz")
             entries = _entries(beside) if beside.exists() else {}
@@ -82,8 +82,8 @@ def _entries(path: Path) -> dict[str, np.ndarray]:
 def channels_first(pixels: np.ndarray, *, path: Path | str) -> np.ndarray:
     """(N, H, W), (N, H, W, C) or (N, C, H, W) as (N, C, H, W), a view.
 
-    Of the second and the last axis, the channels are the one that differs from the two others if these are equal
-    (square images), else the one smaller than both.
+    The channels are the second or the last axis: the one that differs from the other two axes if these are equal
+    (square images), otherwise the one that is smaller than both.
     """
     if pixels.ndim == 3:
         return pixels[:, None]

@@ -1,7 +1,8 @@
-"""One image file → uint8 pixels on a square canvas, as a person would see it.
+"""Decode one image file to uint8 pixels on a square canvas, as an image viewer would show it.
 
-Turned as its EXIF data says; transparency on white; 16 bits scaled to 8 (65535 is white), never clipped; palettes, CMYK
-and other colour spaces as RGB. The canvas is the largest central square, resized with antialiasing.
+It is rotated as its EXIF data says. Transparency becomes white. 16 bits are scaled to 8 (65535 is white), never
+clipped. Palettes, CMYK and other colour spaces become RGB. The canvas is the largest central square, resized with
+antialiasing.
 """
 
 import os
@@ -15,11 +16,11 @@ SUFFIXES = (
     *(".ppm", ".pgm", ".pbm", ".pnm"),
 )
 GREY = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16L", "I;16B", "I;16N"})
-DEEP = frozenset({"I", "I;16", "I;16L", "I;16B", "I;16N"})  # greys of 16 bits
+DEEP = frozenset({"I", "I;16", "I;16L", "I;16B", "I;16N"})  # 16-bit grey
 
 
 def is_image(name: str) -> bool:
-    """By its suffix alone: what is not a name of an image is left alone, what is one and cannot be read is reported."""
+    """By its suffix alone: other files are ignored, and files with such a suffix that cannot be read are reported."""
     return not name.startswith(".") and os.path.splitext(name)[1].lower() in SUFFIXES
 
 
@@ -30,11 +31,11 @@ def header(path: str) -> tuple[int, bool]:
 
 
 def decode(path: str, *, canvas: int, channels: int) -> np.ndarray:
-    """uint8 (channels, canvas, canvas), of 1 or 3 channels. Raises whatever is wrong with the file."""
+    """uint8 (channels, canvas, canvas), with 1 or 3 channels. Raises any error that a damaged file causes."""
     from PIL import Image, ImageOps
 
     with _strict(), _opened(path) as image:
-        # A JPEG decoder halves images for nearly nothing; the last halving is left to the resize, which is finer.
+        # A JPEG decoder can halve the size at almost no cost; the last halving is left to resize, which is better.
         image.draft("L" if channels == 1 else None, (2 * canvas, 2 * canvas))
         ImageOps.exif_transpose(image, in_place=True)
         square = central_square(flattened(image, mode="L" if channels == 1 else "RGB"))
@@ -58,7 +59,7 @@ def flattened(image: Any, *, mode: str) -> Any:
     if image.mode == "F":
         raise ValueError("floating-point pixels have no fixed white: save it with 8 or 16 bits, or as an array")
     if image.mode in DEEP:
-        # Pillow would clip at 255. Mode I holds 32 bits; what files of 16 put there stays below 65536.
+        # Pillow would clip at 255. Mode I holds 32 bits, but the values of 16-bit files stay below 65536.
         scaled = np.rint(np.asarray(image).astype(np.float32) / 257).clip(0, 255)
         image = Image.fromarray(scaled.astype(np.uint8))
     elif image.has_transparency_data:
@@ -74,7 +75,7 @@ def _opened(path: str) -> Any:
 
 
 class _strict(warnings.catch_warnings):
-    """A decompression bomb (above Pillow's limit of 89 million pixels) is an error; Pillow's other doubts are not."""
+    """A decompression bomb (above Pillow's limit of 89 million pixels) is an error; Pillow's other warnings are not."""
 
     def __enter__(self) -> None:
         from PIL import Image

@@ -1,7 +1,7 @@
-"""The user's own images: a folder of files, or one uint8 array; as a `Dataset` whose pixels stay on disk until needed.
+"""The user's own images, a folder of files or one uint8 array, as a `Dataset` whose pixels stay on disk until needed.
 
-Labels are used by probes alone. A folder has labels if every image lies in ROOT/CLASS/, in two classes or more; any
-other layout has none. A tenth of the images, drawn once and for all, is the test split and is never pretrained on.
+Only probes use the labels. A folder has labels if every image lies in ROOT/CLASS/ and there are two or more classes;
+any other layout has none. A tenth of the images, always the same, is the test split and is never pretrained on.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from curvssl.data.order import test_split
 from curvssl.files import say, write_bytes
 
 CANVAS = 1.15  # times the image size: the side of the squares that files are decoded to
-SAMPLE = 1000  # images that decide the canvas, the channels, mean and standard deviation
+SAMPLE = 1000  # images from which canvas, channels, mean and standard deviation are computed
 
 
 # ---- a folder
@@ -34,8 +34,8 @@ SAMPLE = 1000  # images that decide the canvas, the channels, mean and standard 
 
 @dataclass(frozen=True)
 class Names:
-    """File names in one block of bytes. A million take about 60 MB, and forked workers share them, where the reference
-    counts of a million strings would copy them to every worker."""
+    """File names in one block of bytes. A million take about 60 MB, and forked workers share them. A list of strings
+    would be copied to every worker, because reading a string changes its reference count."""
 
     block: bytes
     ends: np.ndarray  # int64 (n,)
@@ -80,7 +80,7 @@ class FolderImages(DecodedImages):
 
 
 def folder(path: str, *, size: int) -> Dataset:
-    """The images below a folder, for views of `size` pixels."""
+    """The images in a folder and its subfolders, for views of `size` pixels."""
     root = Path(path).expanduser()
     names = list_images(root)
     if len(names) < 2:
@@ -91,7 +91,7 @@ def folder(path: str, *, size: int) -> Dataset:
 
 
 def list_images(root: Path) -> Names:
-    """The image files below `root` in order of their names; hidden files and folders are left out."""
+    """The image files under `root`, sorted by name; hidden files and folders are left out."""
     if not root.is_dir():
         what = "is a file: use array: for .npy and .npz" if root.exists() else "does not exist"
         raise UserError(f"the folder {root} {what}")
@@ -112,7 +112,7 @@ def _walk(folder: str, prefix: str, above: tuple[tuple[int, int], ...]) -> Itera
     except OSError as error:
         raise UserError(f"cannot list {folder} ({error.strerror}): mend its permissions") from error
     if (there.st_dev, there.st_ino) in above:
-        return  # a link back to a folder that we are in
+        return  # a link back to a parent folder
     for entry in found:
         if entry.name.startswith("."):
             continue
@@ -123,22 +123,22 @@ def _walk(folder: str, prefix: str, above: tuple[tuple[int, int], ...]) -> Itera
 
 
 def classes_of(names: Names) -> tuple[tuple[str, ...], Tensor | None]:
-    """The class names and labels (n,) of ROOT/CLASS/IMAGE, or nothing for any other layout."""
-    found: dict[str, int] = {}
+    """Class names and labels (n,) of the layout ROOT/CLASS/IMAGE, or ((), None) for any other layout."""
+    class_ids: dict[str, int] = {}
     labels = packed("q")
     for i in range(len(names)):
         parts = names[i].split("/")
         if len(parts) != 2:
             return (), None
-        labels.append(found.setdefault(parts[0], len(found)))
-    return (tuple(found), torch.tensor(labels)) if len(found) > 1 else ((), None)
+        labels.append(class_ids.setdefault(parts[0], len(class_ids)))
+    return (tuple(class_ids), torch.tensor(labels)) if len(class_ids) > 1 else ((), None)
 
 
 def framed(root: Path, names: Names, *, size: int) -> FolderImages:
-    """All files, with the channels and the canvas that a sample of them asks for.
+    """All files, with the number of channels and the canvas chosen from a sample.
 
     One channel if all are grey. The canvas is a little larger than the views, but no larger than the median image:
-    small images are left as they are.
+    small images are not enlarged.
     """
     images = FolderImages(torch.arange(len(names)), 3, round(CANVAS * size), str(root), names)
     sides, greys = [], []
@@ -148,7 +148,7 @@ def framed(root: Path, names: Names, *, size: int) -> FolderImages:
             side, grey = header(images.path(file))
             sides.append(side)
             greys.append(grey)
-        except Exception as error:  # a damaged file can raise nearly anything
+        except Exception as error:  # a damaged file can raise almost any error
             images.bad[file] = f"{names[file]}: {why(error)}"
     if images.bad:
         check_share(len(images.bad), len(sample), example=next(iter(images.bad.values())))
@@ -158,7 +158,7 @@ def framed(root: Path, names: Names, *, size: int) -> FolderImages:
 
 
 def array(path: str, *, size: int) -> Dataset:
-    """The images of a .npy or .npz file, whatever the size of the views."""
+    """The images of a .npy or .npz file; `size` is ignored."""
     file = Path(path).expanduser()
     pixels, labels, classes = open_array(file)
     if len(pixels) < 2:
@@ -167,22 +167,22 @@ def array(path: str, *, size: int) -> Dataset:
     return _dataset(f"array:{path}", images, labels, classes, {})
 
 
-# ---- what both share
+# ---- for folders and arrays
 
 
 def canvas_of(known: dict[str, Any], *, size: int) -> int:
-    """The canvas of a run's own folder (`data.describe`), or of any other folder for a run on other data."""
+    """The canvas from a run's data.json (`describe`), if it was trained on a folder; otherwise one from `size`."""
     return known["height"] if known["name"].startswith("folder:") else round(CANVAS * size)
 
 
 def write_bad_images(path: Path, bad: Bad) -> None:
-    """One line a file: its name and what is wrong with it. No file if there is nothing to say."""
+    """Write one line per bad file: its name and the error. If there is none, write no file."""
     if bad:
         write_bytes(path, "".join(f"{bad[file]}\n" for file in sorted(bad)).encode(errors="surrogateescape"))
 
 
 def open_images(path: Path, *, canvas: int, channels: int) -> Images:
-    """All images of a folder or an array file, in order; files are decoded to this canvas and 1 or 3 channels."""
+    """All images of a folder or an array file, in order; image files are decoded to this canvas and 1 or 3 channels."""
     if path.is_dir():
         names = list_images(path)
         return FolderImages(torch.arange(len(names)), 1 if channels == 1 else 3, canvas, str(path), names)
@@ -203,7 +203,7 @@ def _dataset(
 
 
 def statistics(images: Images) -> tuple[tuple[float, ...], tuple[float, ...], str]:
-    """Mean and standard deviation per channel of a sample, on the scale 0..1, and the SHA-256 of its pixels."""
+    """Mean and standard deviation per channel of a sample, for pixels in 0..1, and the SHA-256 of its pixels."""
     sample = spread(len(images))
     counts = torch.zeros(images.shape[1], 256, dtype=torch.float64)
     digest = hashlib.sha256(str(images.shape).encode())
@@ -213,7 +213,7 @@ def statistics(images: Images) -> tuple[tuple[float, ...], tuple[float, ...], st
     if images.bad:
         check_share(len(images.bad), len(sample), example=next(iter(images.bad.values())))
     mean, std = moments(counts)
-    # A channel that never changes would otherwise be divided by zero.
+    # A constant channel would otherwise be divided by zero.
     return mean, tuple(max(value, 1 / 255) for value in std), digest.hexdigest()
 
 

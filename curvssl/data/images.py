@@ -1,6 +1,6 @@
-"""N images, uint8 (N, C, H, W), in memory or on disk: one type, and one way to get batches of rows on a device.
+"""One type for N images, uint8 (N, C, H, W), in memory or on disk, and one way to get batches of them on a device.
 
-What is not in memory is read by worker processes in a given order, some batches ahead of who uses them.
+Worker processes read images that are not in memory, in a given order and some batches ahead.
 """
 
 import gc
@@ -21,21 +21,21 @@ from torch import Tensor
 from curvssl import ranks
 from curvssl.config import UserError
 
-CHUNK = 64  # images that a worker reads at a time; a batch is made of several
-AHEAD = 2  # chunks that each worker may have ready
-WORKERS = 16  # at most this many a rank
+CHUNK = 64  # images that a worker reads at a time; a batch consists of several chunks
+AHEAD = 2  # chunks that each worker reads ahead
+WORKERS = 16  # at most this many per rank
 BAD_SHARE = 0.05  # share of the images that may be unreadable before a run stops
-ATTEMPTS = 100  # images tried in place of one that cannot be read
+ATTEMPTS = 100  # replacements that are tried for an image that cannot be read
 
-Bad = dict[int, str]  # number of an image → why it could not be read
+Bad = dict[int, str]  # number of an image → the error when it was read
 
 
 @dataclass(frozen=True)
 class Images:
-    """Some rows of a source of images. A kind of source says how to `read` them, and what `shape` they have."""
+    """Some rows of a source of images. A subclass defines how to `read` them, and their `shape`."""
 
-    rows: Tensor  # int64 (N,): which of the source's images these are
-    bad: Bad = field(default_factory=dict, kw_only=True)  # which of all the source's images could not be read so far
+    rows: Tensor  # int64 (N,): numbers of these images in the source
+    bad: Bad = field(default_factory=dict, kw_only=True)  # all images of the source that could not be read so far
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -43,41 +43,41 @@ class Images:
 
     @property
     def source_size(self) -> int:
-        """How many images the source has, with those outside these rows."""
+        """The number of images in the source, including those outside these rows."""
         raise NotImplementedError
 
     @property
     def pixels(self) -> Tensor | None:
-        """All of them, if they are in memory."""
+        """All pixels, if they are in memory."""
         return None
 
     @property
     def names(self) -> list[str] | None:
-        """What the source calls them, if it does."""
+        """The names of the images, if the source has names."""
         return None
 
     def read(self, rows: list[int], *, stand_ins: bool) -> tuple[Tensor, Bad]:
-        """uint8 (b, C, H, W) and what could not be read: such a row is another image, or black without stand-ins."""
+        """uint8 (b, C, H, W), and the unreadable images: another image replaces each, or black without stand-ins."""
         raise NotImplementedError
 
     def here(self) -> str:
-        """What this machine sees of them, to compare with others."""
+        """A description of the images as this machine sees them, to compare between machines."""
         raise NotImplementedError
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, rows: Tensor | slice) -> Self:
-        """Some of them, in this order, still where they are."""
+        """These rows, in this order; no pixels are read."""
         return replace(self, rows=self.rows[rows])
 
     def places(self) -> Tensor:
-        """Row numbers of those that are not in `bad`."""
+        """Row numbers of the images that are not in `bad`."""
         return (~torch.isin(self.rows, torch.tensor(sorted(self.bad), dtype=torch.int64))).nonzero()[:, 0]
 
     def split(self, size: int) -> Iterator[Tensor]:
-        """All of them in order, `size` at a time; what cannot be read is black and noted in `bad`."""
-        workers = min(own_cores(), len(self) // (2 * CHUNK))  # a few images are not worth a process
+        """All images in order, `size` at a time; an unreadable image is black and is listed in `bad`."""
+        workers = min(own_cores(), len(self) // (2 * CHUNK))  # for a few images a process is not worth its start
         return self.batches(torch.arange(len(self)).split(size), stand_ins=False, workers=workers)
 
     def batches(
@@ -92,7 +92,7 @@ class Images:
         cuda = device is not None and device.type == "cuda"
         workers = own_cores() if workers is None else workers
         chunk = chunk_size(self.shape, workers=workers)
-        sizes: list[int] = []  # of the batches whose chunks have been handed out, so at most a few
+        sizes: list[int] = []  # of the batches whose chunks are being read, so at most a few
 
         def chunks() -> Iterator[list[int]]:
             for rows in batches:
@@ -106,7 +106,7 @@ class Images:
             num_workers=workers,
             prefetch_factor=AHEAD if workers else None,
             pin_memory=cuda,
-            generator=torch.Generator(),  # it draws a seed for its workers, and not from the caller's numbers
+            generator=torch.Generator(),  # the loader draws its workers' seed from this, not from the global generator
         )
         batch: Tensor | None = None
         filled = 0
@@ -123,13 +123,13 @@ class Images:
                 batch, filled = None, 0
 
     def note(self, bad: Bad) -> None:
-        """Keep what could not be read; too much of it is an error."""
+        """Record unreadable images; too many are an error."""
         if bad:
             self.bad.update(bad)
             check_share(len(self.bad), self.source_size, example=next(iter(bad.values())))
 
     def exchange_bad(self) -> Bad:
-        """What any rank could not read so far; they all know it then. All ranks must call it."""
+        """The images that any rank could not read so far, now known to all ranks. All ranks must call it."""
         for bad in ranks.from_all(dict(self.bad)):
             self.bad.update(bad)
         return self.bad
@@ -173,7 +173,7 @@ class TensorImages(Images):
 
 @dataclass(frozen=True)
 class DecodedImages(Images):
-    """Images that are decoded one by one when they are read; a kind of them says how to `decode` one."""
+    """Images that are decoded one by one when they are read; a subclass defines how to `decode` one."""
 
     channels: int
     canvas: int
@@ -183,7 +183,7 @@ class DecodedImages(Images):
         return len(self.rows), self.channels, self.canvas, self.canvas
 
     def decode(self, image: int) -> np.ndarray:
-        """uint8 (channels, canvas, canvas) of one of the source's images. Raises whatever is wrong with it."""
+        """One image of the source, uint8 (channels, canvas, canvas). Raises any error that a damaged image causes."""
         raise NotImplementedError
 
     def name(self, image: int) -> str:
@@ -203,12 +203,12 @@ class DecodedImages(Images):
                     break
                 except UserError:
                     raise
-                except Exception as error:  # a damaged image can raise nearly anything
+                except Exception as error:  # a damaged image can raise almost any error
                     bad[image] = f"{self.name(image)}: {why(error)}"
         return read, bad
 
     def _in_place_of(self, image: int) -> Iterator[int]:
-        """The image, then others of these at random; the same ones on every rank and in every epoch."""
+        """The image, then random replacements; the same ones on every rank and in every epoch."""
         yield image
         drawn = random.Random(image)
         for _ in range(ATTEMPTS):
@@ -229,9 +229,9 @@ def _as_read(read: Any) -> tuple[Tensor, Bad]:
 
 def _started(loader: Any) -> Iterator[tuple[Tensor, Bad]]:
     with warnings.catch_warnings():
-        # Python 3.12 warns of a fork in a process with threads; the workers use none of what those threads hold.
+        # Python 3.12 warns of a fork in a process with threads; the workers use no lock that those threads may hold.
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-        # A worker must not collect the garbage it was born with: to free a CUDA tensor there ends it.
+        # A worker must not collect garbage inherited from its parent: freeing a CUDA tensor there would crash it.
         if loader.num_workers:
             gc.collect()
             gc.freeze()
@@ -242,8 +242,8 @@ def _started(loader: Any) -> Iterator[tuple[Tensor, Bad]]:
 
 
 def blank(shape: tuple[int, ...]) -> Tensor:
-    """Zeros in pages of their own, which go back to the system with the tensor. Batches from the C library's heap would
-    leave holes that the next, aligned, does not quite fit: memory would creep up by a third of what is read."""
+    """Zeros in memory pages of their own, which the system gets back with the tensor. Batches on the C library's heap
+    would leave holes that the next, aligned batch does not fit into: memory would grow by a third of what is read."""
     pages = mmap.mmap(-1, math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8).view(shape)
 
@@ -257,20 +257,20 @@ def check_share(bad: int, n: int, *, example: str) -> None:
 
 
 def why(error: Exception) -> str:
-    """The error in a few words."""
+    """The error as one short line."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return f"{type(error).__name__}: {' '.join(text.split())[:200]}"
 
 
 def own_cores() -> int:
-    """Worker processes for this rank: the cores it may use, shared with the other ranks of this machine."""
+    """Number of worker processes for this rank: the usable cores, divided by the number of ranks on this machine."""
     known: Callable[[int], Iterable[int]] | None = getattr(os, "sched_getaffinity", None)
     cores = len(list(known(0))) if known else os.cpu_count() or 1
     return max(1, min(WORKERS, cores // ranks.ranks_here()))
 
 
 def chunk_size(shape: tuple[int, int, int, int], *, workers: int) -> int:
-    """CHUNK, or fewer where shared memory, through which workers hand over pixels, is small (64 MB in a container)."""
+    """CHUNK, or fewer where shared memory is small (64 MB in a container): workers return pixels through it."""
     _, channels, height, width = shape
     try:
         shared = os.statvfs("/dev/shm")

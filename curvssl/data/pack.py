@@ -1,4 +1,4 @@
-"""A folder of images → one .npy that later epochs read as it lies, without decoding."""
+"""Pack a folder of images into one .npy, which training reads without decoding."""
 
 import shutil
 from pathlib import Path
@@ -14,10 +14,10 @@ from curvssl.files import write_atomic
 
 
 def pack(folder: Path, out: Path, *, size: int, progress: bool = True) -> tuple[Path, tuple[int, ...]]:
-    """Write uint8 (N, C, S, S) for views of up to `size` pixels, a batch in memory at a time; its path and shape.
+    """Write uint8 (N, C, S, S) for views of up to `size` pixels, one batch in memory at a time; returns path and shape.
 
-    Labels go to NAME.labels.npz, unreadable files, which are left out, to NAME.bad-images.txt. The array appears last
-    and whole.
+    Labels go to NAME.labels.npz. Unreadable files are left out and listed in NAME.bad-images.txt. The array is written
+    last and atomically.
     """
     out = out if out.suffix == ".npy" else out.with_name(out.name + ".npy")
     names = list_images(folder)
@@ -50,5 +50,5 @@ def pack(folder: Path, out: Path, *, size: int, progress: bool = True) -> tuple[
 
 
 def _header(file: BinaryIO, shape: tuple[int, ...]) -> None:
-    """numpy leaves room for a longer first axis, so that the header is as long for any number of rows."""
+    """numpy reserves space for a longer first axis, so the header has the same length for any number of rows."""
     np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})

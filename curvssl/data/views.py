@@ -1,11 +1,11 @@
 """Batched augmentation on the device: views as a pure function of (uint8 images, uniform numbers).
 
-The randomness is drawn outside, so the same numbers give the same views on one process or many, eager, compiled or
-captured in a CUDA graph. Each operation is a function of tensors whose parameters have one entry an image, and equals
-torchvision's functional of the same name; no operation waits for the device or branches on its values.
+The random numbers are drawn outside. So the same numbers give the same views on one process or many, eager, compiled
+or captured in a CUDA graph. Each operation is a function of tensors whose parameters have one entry per image, and
+equals torchvision's functional of the same name. No operation waits for the device or branches on its values.
 
-Shapes: images (b, C, H, W); colour works on planes, one (b, H, W) tensor a channel, because its arithmetic mixes
-channels and the compiler then fuses the whole chain into one kernel.
+Shapes: images (b, C, H, W). Colour operations work on planes, one (b, H, W) tensor per channel: they mix channels, and
+with planes the compiler fuses the whole chain into one kernel.
 """
 
 import math
@@ -21,11 +21,11 @@ from curvssl.config import AugmentConfig, UserError
 
 Planes = tuple[Tensor, ...]
 
-ATTEMPTS = 10  # boxes torchvision draws before it settles for the central one
+ATTEMPTS = 10  # boxes that torchvision draws before it takes the central one
 BRIGHTNESS, CONTRAST, SATURATION = range(3)
-LUMINANCE = (0.2989, 0.587, 0.114)  # ITU-R 601, in torchvision's rounding
+LUMINANCE = (0.2989, 0.587, 0.114)  # ITU-R 601, rounded as in torchvision
 BLUR_SIGMA = (0.1, 2.0)
-CACHED = 700_000  # pixels worked on at a time on a CPU: more leave its cache, and views of 224 take twice as long
+CACHED = 700_000  # pixels per block on a CPU: more do not fit into its cache, and views of 224 take twice as long
 SOLARIZE_FROM = 0.5
 
 
@@ -35,7 +35,7 @@ def uniform(u: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
 
 
 def integers(u: Tensor, count: int | Tensor) -> Tensor:
-    """Whole numbers 0 … count − 1, as floats, from u in [0, 1); the largest float below 1 still gives count − 1."""
+    """Integers 0 … count − 1, as floats, from u in [0, 1); the largest float below 1 still gives count − 1."""
     return (u * count).floor()
 
 
@@ -45,10 +45,10 @@ def integers(u: Tensor, count: int | Tensor) -> Tensor:
 def crop_box(
     u: Tensor, *, height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(top, left, height, width) of a random box, each (b,) and whole, from u (b, 22): torchvision's RandomResizedCrop.
+    """(top, left, height, width) of a random box, integers (b,) each, from u (b, 22): torchvision's RandomResizedCrop.
 
-    Area is uniform in `scale` (a share of the image), log(width / height) uniform in log `ratio`. Of ten attempts the
-    first that fits is taken; if none does, the largest central box whose ratio lies in `ratio`.
+    The area is uniform in `scale` (a share of the image), log(width / height) is uniform in log `ratio`. The first of
+    ten attempts that fits is taken; if none fits, the largest central box whose ratio lies in `ratio`.
     """
     u_area, u_ratio, u_top, u_left = u.split([ATTEMPTS, ATTEMPTS, 1, 1], dim=1)
     area = height * width * uniform(u_area, *scale)
@@ -56,22 +56,22 @@ def crop_box(
     w, h = (area * aspect).sqrt().round(), (area / aspect).sqrt().round()  # (b, 10)
     fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
     first = fits.int().argmax(1, keepdim=True)
-    w, h, found = w.gather(1, first), h.gather(1, first), fits.any(1, keepdim=True)
+    w, h, any_fits = w.gather(1, first), h.gather(1, first), fits.any(1, keepdim=True)
 
     central_h = min(height, round(width / ratio[0]))
     central_w = min(width, round(height * ratio[1]))
-    top = torch.where(found, integers(u_top, height - h + 1), (height - central_h) // 2)
-    left = torch.where(found, integers(u_left, width - w + 1), (width - central_w) // 2)
-    h, w = torch.where(found, h, central_h), torch.where(found, w, central_w)
+    top = torch.where(any_fits, integers(u_top, height - h + 1), (height - central_h) // 2)
+    left = torch.where(any_fits, integers(u_left, width - w + 1), (width - central_w) // 2)
+    h, w = torch.where(any_fits, h, central_h), torch.where(any_fits, w, central_w)
     return top.squeeze(1), left.squeeze(1), h.squeeze(1), w.squeeze(1)
 
 
 def resample_weights(start: Tensor, length: Tensor, *, source: int, target: int) -> Tensor:
-    """W (b, target, source): row t says how much each source pixel of [start, start + length) gives to target pixel t.
+    """W (b, target, source): row t has the weights of the source pixels in [start, start + length) for target pixel t.
 
         W[t, s] ∝ max(0, 1 − |s + ½ − c_t| / max(1, r)),   c_t = start + r (t + ½),   r = length / target
 
-    Rows sum to one. This is the bilinear interpolation of a crop, widened to avoid aliasing when it shrinks.
+    Rows sum to one. This is the bilinear interpolation of a crop; for r > 1 the filter is wider, against aliasing.
     """
     start, length = start[:, None, None], length[:, None, None]
     step = length / target
@@ -89,7 +89,7 @@ def resample(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def resize(x: Tensor, *, size: int) -> Tensor:
-    """The largest central square, resized to (size, size) where it is not so already."""
+    """The largest central square, resized to (size, size) if it has another size."""
     side = min(x.shape[-2:])
     top, left = (x.shape[-2] - side) // 2, (x.shape[-1] - side) // 2
     x = x[..., top : top + side, left : left + side]
@@ -97,7 +97,7 @@ def resize(x: Tensor, *, size: int) -> Tensor:
 
 
 def rotate(x: Tensor, degrees: Tensor) -> Tensor:
-    """Each image turned counter-clockwise about its centre by its own angle (b,), bilinear, black outside."""
+    """Each image rotated counter-clockwise about its centre by its own angle (b,), bilinear, black outside."""
     height, width = x.shape[-2:]
     cos, sin = degrees.deg2rad().cos()[:, None, None], degrees.deg2rad().sin()[:, None, None]
     right = torch.arange(width, device=x.device) + (0.5 - width / 2)  # pixel centres, origin in the middle
@@ -124,13 +124,13 @@ def blend(planes: Planes, factor: Tensor, kind: Tensor) -> Planes:
     factor, kind = factor[:, None, None], kind[:, None, None]
     grey = luminance(planes)
     mean = grey.mean((1, 2), keepdim=True)
-    # The choice of base is two coefficients an image, which costs less than a choice at every pixel.
+    # Two coefficients per image select the base, which costs less than a selection at every pixel.
     base = (1 - factor) * (kind == CONTRAST) * mean + (1 - factor) * (kind == SATURATION) * grey
     return tuple(torch.addcmul(base, factor, plane).clamp(0, 1) for plane in planes)
 
 
 def shift_hue(planes: Planes, turns: Tensor) -> Planes:
-    """Hue turned by `turns` (b,) of the full circle; value v and chroma c of HSV stay.
+    """Hue shifted by `turns` (b,) of the full circle; value v and chroma c of HSV do not change.
 
     With the hue h in sixths of the circle, a channel is v − c · clamp(min(k, 4 − k), 0, 1), k = (n + h) mod 6, and
     n = 5, 3, 1 for red, green, blue.
@@ -138,7 +138,7 @@ def shift_hue(planes: Planes, turns: Tensor) -> Planes:
     r, g, b = planes
     value = torch.maximum(torch.maximum(r, g), b)
     chroma = value - torch.minimum(torch.minimum(r, g), b)
-    divisor = torch.where(chroma == 0, 1, chroma)  # a grey pixel has no hue, and chroma 0 hides whichever it gets
+    divisor = torch.where(chroma == 0, 1, chroma)  # grey pixels have no hue; with chroma 0 any hue gives grey
     hue = torch.where(
         value == r, (g - b) / divisor, torch.where(value == g, (b - r) / divisor + 2, (r - g) / divisor + 4)
     )
@@ -148,17 +148,17 @@ def shift_hue(planes: Planes, turns: Tensor) -> Planes:
 
 
 def blend_in_turn(planes: Planes, factors: Tensor, kinds: Tensor) -> Planes:
-    """The blends with factors (b, n) of kinds (b, n), left to right: the order, too, is each image's own."""
+    """The blends with factors (b, n) and kinds (b, n), left to right: each image also has its own order."""
     for factor, kind in zip(factors.unbind(1), kinds.unbind(1), strict=True):
         planes = blend(planes, factor, kind)
     return planes
 
 
 def colour_jitter(planes: Planes, factors: Tensor, kinds: Tensor, turns: Tensor, slot: Tensor) -> Planes:
-    """Blends as `blend_in_turn`, with the hue turned by `turns` (b,) after the first `slot` (b,) of them.
+    """Blends as in `blend_in_turn`, with the hue shifted by `turns` (b,) after the first `slot` (b,) of them.
 
-    Hue runs once for the whole batch, between two rounds of blends: a blend takes part in the round on its side of the
-    hue and is the identity (factor 1) in the other.
+    The hue shift runs once for the whole batch, between two rounds of blends. A blend that belongs to one round is the
+    identity (factor 1) in the other.
     """
     early = torch.arange(kinds.shape[1], device=slot.device) < slot[:, None]  # (b, n)
     planes = blend_in_turn(planes, torch.where(early, factors, 1), kinds)
@@ -182,18 +182,18 @@ def gaussian_blur(x: Tensor, sigma: Tensor, *, kernel: int) -> Tensor:
     taps = (-0.5 * (distance / sigma[:, None]).square()).softmax(1)[:, :, None, None, None]  # (b, kernel, 1, 1, 1)
     height, width = x.shape[-2:]
     x = F.pad(x, (reach, reach, reach, reach), mode="reflect")
-    # Shifted sums rather than a grouped convolution: the kernels differ by image, and the compiler fuses each line.
+    # Shifted sums instead of a grouped convolution: each image has its own kernel, and the compiler fuses each line.
     x = sum((taps[:, t] * x[..., t : t + width] for t in range(1, kernel)), taps[:, 0] * x[..., :width])
     return sum((taps[:, t] * x[..., t : t + height, :] for t in range(1, kernel)), taps[:, 0] * x[..., :height, :])
 
 
 def solarize(x: Tensor, on: Tensor) -> Tensor:
-    """Values from one half up inverted, where `on` (b,)."""
+    """Values of one half or more are inverted, where `on` (b,)."""
     return torch.where(on[:, None, None, None] & (x >= SOLARIZE_FROM), 1 - x, x)
 
 
 def normalise(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """(x − mean) / std per channel, grey replicated to RGB: (b, C, H, W) → (b, 3 or C, H, W)."""
+    """(x − mean) / std per channel; grey is repeated to RGB: (b, C, H, W) → (b, 3 or C, H, W)."""
     channels = 3 if x.shape[1] == 1 else x.shape[1]
     if len(mean) not in (1, channels):
         raise UserError(
@@ -215,15 +215,16 @@ def prepare(images: Tensor, *, size: int, mean: Sequence[float], std: Sequence[f
 class Augment(nn.Module):
     """One random view per image: crop, flip, rotation, colour jitter, grayscale, blur, solarize, normalise.
 
-    The other keywords are the fields of `AugmentConfig`, with its defaults (the CIFAR recipe) and its checks. What has
-    probability or extent 0 is left out here, once, and takes no uniforms; crop_scale (1, 1) is such an extent.
+    The other keywords are the fields of `AugmentConfig`, with its defaults (the CIFAR recipe) and its checks. An
+    operation with probability or strength 0, or the crop with crop_scale (1, 1), is left out and needs no uniform
+    numbers.
     """
 
     mean: Tensor  # (1,) or (C,)
     std: Tensor
     orders: Tensor  # (n!, n): every order of the n blends in use
     kinds: Tensor  # (n,): BRIGHTNESS, CONTRAST or SATURATION
-    amounts: Tensor  # (n,): their factors are drawn from 1 ± this
+    amounts: Tensor  # (n,): factors are drawn from [1 − amount, 1 + amount)
 
     def __init__(self, *, size: int, mean: Sequence[float], std: Sequence[float], **settings: Any) -> None:
         super().__init__()
@@ -233,7 +234,7 @@ class Augment(nn.Module):
         amounts = (recipe.brightness, recipe.contrast, recipe.saturation)
         kinds = [kind for kind in (BRIGHTNESS, CONTRAST, SATURATION) if amounts[kind] > 0]
         hue = 1 * (recipe.hue > 0)
-        self.jitter_columns = [1, 1, len(kinds), hue, hue]  # whether, in which order, factors, turns, slot
+        self.jitter_columns = [1, 1, len(kinds), hue, hue]  # on or off, order, factors, turns, slot
         uniforms = {
             "crop": (2 * ATTEMPTS + 2) * (tuple(recipe.crop_scale) != (1, 1)),
             "flip": 1 * (recipe.flip > 0),
@@ -261,7 +262,7 @@ class Augment(nn.Module):
             raise ValueError(
                 f"got {images.dtype} images and u {tuple(u.shape)}, need uint8 and ({len(images)}, {self.draws})"
             )
-        # bfloat16 has as many digits as a pixel, so that autocast would round the views visibly.
+        # bfloat16 has no more digits than a uint8 pixel, so autocast would visibly round the views.
         with torch.autocast(images.device.type, enabled=False):
             portion = len(images)
             if images.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -292,7 +293,7 @@ class Augment(nn.Module):
         return normalise(x, self.mean, self.std)
 
     def _framed(self, x: Tensor, u: dict[str, Tensor]) -> Tensor:
-        """Crop, resize and flip: two batched matrix products, the flip being the columns' weights read backwards."""
+        """Crop, resize and flip by two batched matrix products; a flip reverses the weights of the columns."""
         flipped = u["flip"][:, :, None] < self.recipe.flip if "flip" in u else None  # (b, 1, 1)
         if "crop" not in u:
             x = resize(x, size=self.size)
@@ -317,20 +318,20 @@ class Augment(nn.Module):
                 return self.jitter_and_grey(x, factors, kinds, turns, slot, grey)
             if rgb and recipe.hue > 0:
                 planes = colour_jitter(planes, factors, kinds, turns, slot)
-            else:  # saturation means nothing without colours
+            else:  # grey images have no saturation
                 factors = factors if rgb else torch.where(kinds == SATURATION, 1, factors)
                 planes = blend_in_turn(planes, factors, kinds)
         return torch.stack(planes if grey is None else grayscale(planes, grey), dim=1)
 
     @staticmethod
     def jitter_and_grey(x: Tensor, factors: Tensor, kinds: Tensor, turns: Tensor, slot: Tensor, grey: Tensor) -> Tensor:
-        """`colour_jitter` of RGB images (b, 3, H, W), then `grayscale`; a faster one may stand in for both."""
+        """`colour_jitter` of RGB images (b, 3, H, W), then `grayscale`; a faster function may replace this one."""
         return torch.stack(grayscale(colour_jitter(x.unbind(1), factors, kinds, turns, slot), grey), dim=1)
 
     def jitter_parameters(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Factors and kinds (b, n) of the blends in order, turns and slot (b,) of the hue among them, if it is in use.
+        """Factors and kinds (b, n) of the blends in order, and turns and slot (b,) of the hue, if hue is in use.
 
-        A random order of the blends with a random slot for the hue is a random order of all, as in torchvision.
+        A random order of the blends and a random slot for the hue give a random order of all, as in torchvision.
         """
         u_on, u_order, u_factors, u_turns, u_slot = u.split(self.jitter_columns, dim=1)
         on = u_on < self.recipe.jitter  # (b, 1)
