@@ -1,1 +1,1 @@
-"""The frozen encoder: features, probes, maps; as functions of tensors, and over run directories."""
+"""Evaluate a frozen encoder: features, probes and maps, as functions of tensors and on run directories."""

@@ -1,4 +1,4 @@
-"""A frozen encoder → Features(h, z, y), in memory and on disk."""
+"""Compute the features (h, z) of a frozen encoder, and save and load them."""
 
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -22,12 +22,12 @@ from curvssl.models import full_precision, no_search
 
 @dataclass(frozen=True)
 class Features:
-    """What the frozen network makes of N images, on the CPU."""
+    """Outputs of the frozen network for N images, on the CPU."""
 
     h: Tensor  # (N, d_h) float32, the encoder's output
-    z: Tensor | None = None  # (N, d_z) float32, the projector's
+    z: Tensor | None = None  # (N, d_z) float32, the projector's output
     y: Tensor | None = None  # (N,) int64
-    index: Tensor | None = None  # (N,) int64, the images' places in their split, where some of it could not be read
+    index: Tensor | None = None  # (N,) int64, positions in the split, if some of its images could not be read
 
     @property
     def has_labels(self) -> bool:
@@ -49,8 +49,8 @@ def extract(
 ) -> Features:
     """h = f(x) and z = g(h) of uint8 images (N, C, H, W), after the evaluation transform.
 
-    Encoder and projector work in eval mode and come back as they were, every weight, buffer and mode. They work where
-    they lie, or are moved to `device`, in float32: features are computed in one precision, whoever asks for them.
+    Encoder and projector run in eval mode; afterwards every weight, buffer and mode is as before. They run on their
+    own device or on `device`, always in float32, so that features have the same precision everywhere.
     """
     if len(images) == 0:
         raise UserError("there is no image to make features of: give at least one")
@@ -69,7 +69,7 @@ def extract(
     h = torch.cat(hs).float()
     if h.ndim != 2:
         raise UserError(f"the encoder gives {tuple(h.shape[1:])} an image, not one vector: pool its output first")
-    # Clones made outside inference mode are ordinary tensors, which autograd accepts.
+    # Clones made outside inference mode are normal tensors, which autograd accepts.
     with torch.inference_mode(False):
         return Features(h=h.cpu().clone(), z=torch.cat(zs).cpu().clone() if zs else None, y=labels)
 
@@ -77,7 +77,7 @@ def extract(
 def extract_over_ranks(
     encoder: nn.Module, images: Images, *, labels: Tensor | None = None, **settings: Any
 ) -> Features:
-    """`extract`, each rank its share of the images; every rank gets the whole. Images that cannot be read are left out.
+    """`extract` on all ranks: each computes a share, and every rank gets all features. Unreadable images are left out.
 
     All ranks must call it. The settings are those of `extract`.
     """
@@ -95,7 +95,7 @@ def extract_over_ranks(
 
 @contextmanager
 def _eval_mode(nets: list[nn.Module]) -> Iterator[None]:
-    """Eval mode for a while; each module gets its own mode back, since a BatchNorm may have been frozen on its own."""
+    """Eval mode for a while; then each module gets its own mode back, since a BatchNorm may be frozen on its own."""
     modes = [(module, module.training) for net in nets for module in net.modules()]
     for net in nets:
         net.eval()
@@ -107,7 +107,7 @@ def _eval_mode(nets: list[nn.Module]) -> Iterator[None]:
 
 
 def raw_pixels(images: Tensor) -> Tensor:
-    """uint8 (N, C, H, W) → float32 (N, C·H·W) in [0, 1]: the floor that features have to beat."""
+    """uint8 (N, C, H, W) → float32 (N, C·H·W) in [0, 1]: the baseline that features must beat."""
     return images.flatten(1).float() / 255
 
 
@@ -119,9 +119,9 @@ def save(features: Features, path: Path) -> None:
 
 
 def load(path: Path) -> Features:
-    """What `save` wrote."""
+    """Read a file that `save` wrote."""
     try:
-        with open(path, "rb") as opened, np.load(opened) as file:  # np.load leaves a broken file open if it opens it
+        with open(path, "rb") as opened, np.load(opened) as file:  # np.load would not close a broken file
             arrays = {name: torch.from_numpy(file[name]) for name in file.files}
         return Features(h=arrays["h"].float(), z=arrays.get("z"), y=arrays.get("y"), index=arrays.get("index"))
     except FileNotFoundError:

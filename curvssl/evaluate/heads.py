@@ -1,7 +1,7 @@
-"""Classifiers on fixed features, many trained side by side: a linear layer, or one hidden layer.
+"""Classifiers on fixed features, many trained in parallel: a linear layer, or one hidden layer.
 
-Each parameter has a leading axis of heads, (H, ·, ·), and one batched product serves them all. Heads meet nowhere but
-in the launch of a kernel, so a seed's result does not depend on its company.
+Each parameter has a leading axis of heads, (H, ·, ·), so one batched product computes all of them. Heads share only the
+kernel launches, so a seed's result does not depend on the other seeds.
 """
 
 import math
@@ -15,20 +15,20 @@ from torch import Tensor
 EPOCHS = 50  # the paper's
 BATCH_SIZE = 256
 MOMENTUM = 0.9
-MLP_HIDDEN = 512  # the paper gives no width; ResNet-18's own
+MLP_HIDDEN = 512  # the paper gives no width; this is the width of ResNet-18's features
 
-Params = list[Tensor]  # one tensor (H, ·, ·) a parameter
+Params = list[Tensor]  # one tensor (H, ·, ·) per parameter
 
 
 class Head(NamedTuple):
-    """A classifier: its first parameters for one head, and its logits (H, n, classes) for x (H, n, d)."""
+    """A classifier: the initial parameters of one head, and the logits (H, n, classes) for x (H, n, d)."""
 
     initial: Callable[[int, int, torch.Generator], Params]  # (d, classes, generator) → each (·, ·)
     logits: Callable[[Params, Tensor, Tensor | None], Tensor]  # third: Cov(x) (d, d) when evaluating, None in training
 
 
 def _dense(d_in: int, d_out: int, generator: torch.Generator) -> Tensor:
-    """Weights (d_in, d_out) uniform in ±1/√d_in, as torch.nn.Linear has them."""
+    """Weights (d_in, d_out) uniform in ±1/√d_in, as in torch.nn.Linear."""
     return (2 * torch.rand(d_in, d_out, generator=generator) - 1) / math.sqrt(d_in)
 
 
@@ -42,18 +42,18 @@ def _linear_logits(params: Params, x: Tensor, covariance: Tensor | None) -> Tens
 
 
 def _mlp_initial(d: int, classes: int, generator: torch.Generator) -> Params:
-    """No bias in the first layer: BatchNorm would take it away again."""
+    """No bias in the first layer: BatchNorm would remove it."""
     first, last = _dense(d, MLP_HIDDEN, generator), _dense(MLP_HIDDEN, classes, generator)
     return [first, torch.ones(1, MLP_HIDDEN), torch.zeros(1, MLP_HIDDEN), last, torch.zeros(1, classes)]
 
 
 def _mlp_logits(params: Params, x: Tensor, covariance: Tensor | None) -> Tensor:
-    """BatchNorm's statistics are the batch's in training. In evaluation they are the training set's, exactly:
+    """BatchNorm uses the batch's statistics in training, and the exact statistics of the training set in evaluation:
 
     a = x W has mean 0, because x is standardised, and variance diag(Wᵀ Cov(x) W); no running average is needed.
     """
     weight, scale, shift, last, bias = params
-    # (1, H · hidden, n): to batch_norm every unit of every head is a channel.
+    # (1, H · hidden, n): for batch_norm every unit of every head is a channel.
     a = (weight.mT @ x.mT).flatten(0, 1)[None]
     scale, shift = scale.flatten(), shift.flatten()
     if covariance is None:
@@ -87,8 +87,8 @@ def train_heads(
 
         v ← 0.9 v + ∂L/∂w + weight_decay · w,   w ← w − lr_t v,   lr_t = lr (1 + cos(π t/T)) / 2
 
-    The data are the epochs' permutations end to end, cut into T batches of one size: none is short, and every row is
-    seen `epochs` times, but for the end of the last.
+    The permutations of all epochs are concatenated and divided into T batches of equal size. Every row is seen `epochs`
+    times, except for a remainder at the end that does not fill a batch.
     """
     m, batch = rows.shape[1], min(BATCH_SIZE, rows.shape[1])
     steps = epochs * m // batch
@@ -99,12 +99,12 @@ def train_heads(
     velocity = [torch.zeros_like(p) for p in params]
     lr = torch.tensor([lr for _, lr in heads]).view(-1, 1, 1).to(x.device)
     decline = ((1 + (math.pi * torch.arange(steps) / steps).cos()) / 2).to(x.device)
-    t = torch.zeros(1, dtype=torch.int64, device=x.device)  # counted on the device, where a captured step can read it
+    t = torch.zeros(1, dtype=torch.int64, device=x.device)  # on the device, where a captured step can read it
 
     def step() -> None:
         batch_rows = rows.gather(1, order.index_select(0, t)[0])  # (H, batch)
         logits = head.logits(params, x[batch_rows], None)
-        # The sum over heads of each head's mean: a head's gradient is that of its own loss.
+        # The sum over heads of each head's mean loss, so each head gets the gradient of its own loss.
         loss = F.cross_entropy(logits.flatten(0, 1), y[batch_rows].flatten(), reduction="sum") / batch
         gradients = torch.autograd.grad(loss, params)
         with torch.no_grad():
@@ -119,14 +119,14 @@ def train_heads(
 
 
 def _draw(head: Head, seed: int, *, d: int, classes: int, n: int, epochs: int) -> tuple[Params, Tensor]:
-    """A seed's first parameters and its permutations of n rows, end to end (epochs · n,); drawn on the CPU."""
+    """A seed's initial parameters and its concatenated permutations of n rows (epochs · n,); drawn on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     params = head.initial(d, classes, generator)
     return params, torch.cat([torch.randperm(n, generator=generator) for _ in range(epochs)])
 
 
 def _repeat(step: Callable[[], None], times: int, *, device: torch.device) -> None:
-    """Call step so many times; on CUDA it is recorded once and replayed, because launching its kernels is the cost."""
+    """Call `step` so many times; on CUDA it is recorded once and replayed, because kernel launches take most time."""
     if device.type != "cuda":
         for _ in range(times):
             step()
@@ -140,7 +140,7 @@ def _repeat(step: Callable[[], None], times: int, *, device: torch.device) -> No
                 step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):  # records, runs nothing
+        with torch.cuda.graph(graph):  # only records
             step()
         for _ in range(times - warm_up):
             graph.replay()
@@ -148,5 +148,5 @@ def _repeat(step: Callable[[], None], times: int, *, device: torch.device) -> No
 
 @torch.no_grad()
 def predict(head: Head, params: Params, x: Tensor, *, rows: Tensor, covariance: Tensor) -> Tensor:
-    """Class probabilities (H, m, classes): head i's, of the rows rows[i] of x."""
+    """Class probabilities (H, m, classes): those of head i for the rows rows[i] of x."""
     return torch.cat([head.logits(params, x[part], covariance).softmax(-1) for part in rows.split(1024, dim=1)], dim=1)

@@ -1,4 +1,4 @@
-"""Features on two dimensions: UMAP, the picture of it, and how far to trust the picture."""
+"""Maps of features in two dimensions: compute UMAP, measure its quality, and draw it."""
 
 import math
 import warnings
@@ -17,16 +17,16 @@ from curvssl.files import write_atomic
 N_NEIGHBORS = 15  # the paper's
 MIN_DIST = 0.1  # the paper's
 DPI = 200
-# Matthew Petroff's ten colours: told apart in the common forms of colour blindness, and alike in weight on white.
+# Matthew Petroff's ten colours: distinct in the common forms of colour blindness, and equally visible on white.
 COLOURS = ("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd")
-MARKERS = "o^sDvP*X<>"  # the eleventh class has the first colour again with the second marker, and so on
+MARKERS = "o^sDvP*X<>"  # the eleventh class has the first colour and the second marker, and so on
 INK, FAINT = "#24292f", "#6e7781"
 
 
 def umap(features: Tensor, *, seed: int = 0) -> Tensor:
     """UMAP of (N, d) to (N, 2) float32, bit-identical for one seed; n_neighbors 15, or N − 1 if less, min_dist 0.1.
 
-    A seed costs UMAP its threads: it then works on one.
+    With a seed, UMAP uses only one thread.
     """
     n = len(features)
     if n < 4:
@@ -34,8 +34,8 @@ def umap(features: Tensor, *, seed: int = 0) -> Tensor:
     if not features.isfinite().all():
         raise UserError("the features hold NaN or infinity, so there is no map of them: the encoder diverged")
     with warnings.catch_warnings():
-        # It says on import that TensorFlow, which we do not use, is missing; and with few points that it solves a
-        # dense eigenproblem in place of a sparse one.
+        # UMAP warns on import that TensorFlow is missing, which is not used here. With few points it warns that it
+        # solves a dense eigenproblem instead of a sparse one.
         warnings.filterwarnings("ignore", message="Tensorflow not installed", category=ImportWarning)
         warnings.filterwarnings("ignore", message="k >= N for N", category=RuntimeWarning)
         from umap import UMAP
@@ -45,7 +45,7 @@ def umap(features: Tensor, *, seed: int = 0) -> Tensor:
 
 
 def save(xy: Tensor, path: Path, *, index: Tensor | None = None) -> None:
-    """Write an npz with xy (N, 2) and index (N,), the images' positions in their split (all of them by default)."""
+    """Write an npz with xy (N, 2) and index (N,), the images' positions in their split (by default 0 … N − 1)."""
     arrays: dict[str, Any] = {"xy": xy.numpy(), "index": np.arange(len(xy)) if index is None else index.numpy()}
     write_atomic(path, lambda file: np.savez(file, **arrays))
 
@@ -53,10 +53,10 @@ def save(xy: Tensor, path: Path, *, index: Tensor | None = None) -> None:
 def map_quality(
     features: Tensor, xy: Tensor, *, labels: Tensor | None = None, points: int = 2000, seed: int = 0
 ) -> dict[str, float]:
-    """Two numbers about a map, from at most `points` of its points drawn at random (both need all distances).
+    """Two quality measures of a map, from a random sample of at most `points` points (both need all distances).
 
-    trustworthiness: 1 when the nearest neighbours on the map are neighbours among the features too; 0.5 is chance.
-    silhouette: of the labels on the map, −1 … 1; 1 when every class is a tight island. Needs two labels or more.
+    trustworthiness: 1 if the nearest neighbours on the map are also neighbours in feature space; 0.5 is chance.
+    silhouette: of the labels on the map, −1 … 1; 1 if every class is a tight cluster. Needs two or more labels.
     """
     from sklearn.manifold import trustworthiness
     from sklearn.metrics import silhouette_score
@@ -64,7 +64,7 @@ def map_quality(
     n = len(features)
     drawn = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:points]
     x, flat = features[drawn].float().numpy(), xy[drawn].numpy()
-    near = min(N_NEIGHBORS, max(1, (len(drawn) - 1) // 2))  # scikit-learn asks for fewer than half of the points
+    near = min(N_NEIGHBORS, max(1, (len(drawn) - 1) // 2))  # scikit-learn requires fewer than half of the points
     quality = {"trustworthiness": float(trustworthiness(x, flat, n_neighbors=near))}
     if labels is not None and 1 < len(labels[drawn].unique()) < len(drawn):
         quality["silhouette"] = float(silhouette_score(flat, labels[drawn].numpy()))
@@ -81,7 +81,7 @@ def draw(
     values: Tensor | NDArray[Any] | None = None,
     values_name: str = "",
 ) -> tuple[Path, Path]:
-    """Write the map as PNG (200 dpi) and PDF, and return both paths: `out` with these suffixes, whichever it has.
+    """Write the map as PNG (200 dpi) and PDF, and return both paths: `out` with its suffix replaced.
 
     Coloured by `labels` (N,) with a legend of `classes`, or by `values` (N,) with a colour bar, or in one colour.
     """
@@ -91,7 +91,7 @@ def draw(
         raise ValueError("a map is coloured by labels or by values: give one of them")
     figure = Figure(figsize=(6.4, 5.2), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
-    # Drawn in random order, so that no class lies on top of the others only because it came last.
+    # Drawn in random order, so that the last class does not cover the others.
     order = torch.randperm(len(xy), generator=torch.Generator().manual_seed(0)).numpy()
     x, y = xy.numpy()[order].T
     style: dict[str, Any] = {
@@ -115,7 +115,7 @@ def draw(
 
 
 def write_figure(figure: Any, out: Path) -> tuple[Path, Path]:
-    """OUT.png and OUT.pdf; the same figure is the same files, so the PDF goes without its date."""
+    """Write OUT.png and OUT.pdf; the same figure gives the same bytes, so the PDF has no date."""
     png, pdf = out.with_name(out.name + ".png"), out.with_name(out.name + ".pdf")
     write_atomic(png, lambda file: figure.savefig(file, format="png", dpi=DPI))
     write_atomic(pdf, lambda file: figure.savefig(file, format="pdf", dpi=DPI, metadata={"CreationDate": None}))
@@ -125,7 +125,7 @@ def write_figure(figure: Any, out: Path) -> tuple[Path, Path]:
 def _by_class(
     axes: Any, x: NDArray[Any], y: NDArray[Any], labels: NDArray[Any], classes: Sequence[str], style: dict[str, Any]
 ) -> None:
-    """Ten colours; from the eleventh class on, another marker. The legend lists the classes that are there."""
+    """Ten colours; from the eleventh class on, another marker. The legend lists the classes that occur."""
     from matplotlib.lines import Line2D
 
     colours = np.array(COLOURS)[labels % len(COLOURS)]
@@ -156,7 +156,7 @@ def _by_class(
 
 
 def _finish(axes: Any, *, title: str, note: str) -> None:
-    """A map has no axes worth reading: equal scales, no ticks, a thin frame."""
+    """Equal scales, no ticks, a thin frame: the axes of a map have no meaning."""
     axes.set_title(title, loc="left", color=INK, fontsize=12, fontweight="bold")
     axes.set_xlabel(note, loc="left", color=FAINT, fontsize=8)
     axes.set_xticks([])

@@ -1,9 +1,9 @@
-"""How much of the labels a frozen encoder's features hold: a linear layer, a hidden layer, nearest neighbours; PROBES.
+"""Probes of a frozen encoder's features: a linear layer, a hidden layer, nearest neighbours; listed in PROBES.
 
-Every probe is (train_h, train_y, test_h, test_y) → ProbeResult. The test labels are read once, to count the correct
-predictions; whatever is chosen is chosen on a part of the training features.
+Every probe is (train_h, train_y, test_h, test_y) → ProbeResult. The test labels are read only once, to count the
+correct predictions. Settings are chosen on a part of the training features.
 
-Trained probes fit heads (heads.py) side by side, one for each seed, and others to choose a learning rate by.
+Trained probes fit heads (heads.py) in parallel: one per seed, and others to choose the learning rate.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ from torch import Tensor
 from curvssl.config import UserError
 from curvssl.evaluate.heads import BATCH_SIZE, EPOCHS, LINEAR, MLP, MLP_HIDDEN, MOMENTUM, Head, predict, train_heads
 
-HELD_OUT = 0.1  # share of the training features on which a learning rate is judged
-CUTS = 3  # times that share is drawn
+HELD_OUT = 0.1  # share of the training features on which a learning rate is evaluated
+CUTS = 3  # how many times that share is drawn
 
 LINEAR_LRS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 LINEAR_DECAY = 1e-5
@@ -33,7 +33,7 @@ KNN_TEMPERATURE = 0.07
 
 @dataclass(frozen=True)
 class ProbeResult:
-    accuracy: tuple[float, ...]  # percent of the test images, one a seed; one alone where nothing is random
+    accuracy: tuple[float, ...]  # percent of the test images, one per seed; a single one where nothing is random
     predictions: Tensor  # (N_test,) int64, the first seed's
     confidence: Tensor  # (N_test,) float32, the probability or share of votes of the predicted class
     settings: dict[str, Any]
@@ -54,9 +54,9 @@ def linear(
 ) -> ProbeResult:
     """One linear layer and cross-entropy, on features standardised by the training features' mean and deviation.
 
-    SGD with momentum 0.9, cosine to 0, batches of 256, 50 epochs. The learning rate is chosen among six by accuracy
-    on held-out tenths of the training features; the layer is then trained on all of them. A seed decides the first
-    weights and the order of the data.
+    SGD with momentum 0.9, cosine schedule to 0, batches of 256, 50 epochs. The learning rate is the best of six by
+    accuracy on held-out tenths of the training features; then the layer is trained on all of them. A seed sets the
+    initial weights and the order of the data.
     """
     data = (train_h, train_y, test_h, test_y)
     return _trained(LINEAR, data, classes, seeds, device, lrs=LINEAR_LRS, weight_decay=LINEAR_DECAY)
@@ -74,8 +74,8 @@ def mlp(
 ) -> ProbeResult:
     """The paper's probe: Linear(d, 512) – BatchNorm – ReLU – Linear(512, classes) and cross-entropy.
 
-    Trained as `linear` is, except that the learning rate is fixed in advance: BatchNorm makes the hidden layer
-    indifferent to its scale.
+    Trained like `linear`, except that the learning rate is fixed: with BatchNorm the scale of the hidden layer's
+    weights does not matter.
     """
     data = (train_h, train_y, test_h, test_y)
     result = _trained(MLP, data, classes, seeds, device, lrs=MLP_LRS, weight_decay=MLP_DECAY)
@@ -95,7 +95,7 @@ def knn(
 ) -> ProbeResult:
     """The vote of the 20 training images with the greatest cosine similarity s, each with weight exp(s / 0.07).
 
-    k and the temperature are fixed in advance. Nothing is random, so there is one accuracy, whatever the seeds.
+    k and the temperature are fixed. Nothing is random, so there is one accuracy, whatever the seeds are.
     """
     _check(train_h, train_y, test_h, test_y, classes=classes)
     place = _device(device)
@@ -105,7 +105,7 @@ def knn(
     shares = []
     for query in test_h.split(1024):
         similarity, nearest = (F.normalize(query.to(place, torch.float32), dim=1) @ bank.T).topk(k, dim=1)
-        weight = (similarity / KNN_TEMPERATURE).softmax(dim=1)  # the shares of the vote; they sum to one
+        weight = (similarity / KNN_TEMPERATURE).softmax(dim=1)  # shares of the vote, which sum to one
         shares.append((weight[:, None] @ voters[nearest]).squeeze(1))
     settings = {"k": k, "similarity": "cosine", "temperature": KNN_TEMPERATURE}
     return _result(torch.cat(shares)[None], test_y, settings)
@@ -127,7 +127,7 @@ def _trained(
     lrs: Sequence[float],
     weight_decay: float,
 ) -> ProbeResult:
-    """Choose a learning rate if there is a choice, train on all training features, predict the test features."""
+    """Choose a learning rate if there are several, train on all training features, predict the test features."""
     _check(*data, classes=classes)
     train_h, train_y, test_h, test_y = data
     place = _device(device)
@@ -152,10 +152,10 @@ def _trained(
 
 
 def standardised(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
-    """Both (n, d), less the mean and over the standard deviation of train's columns.
+    """Both (n, d), minus the mean and divided by the standard deviation of the columns of `train`.
 
-    A column that hardly moves beside the liveliest one is a dead feature: its deviation is rounding, and dividing by
-    it would make noise as loud as a signal.
+    A column that is almost constant compared with the most variable one is a dead feature: its deviation is rounding
+    error, and a division by it would scale noise up to the size of a signal.
     """
     std, mean = torch.std_mean(train, dim=0, correction=0)
     std = std.clamp_min(1e-5 * std.max()).clamp_min(torch.finfo(std.dtype).tiny)
@@ -165,13 +165,13 @@ def standardised(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
 def _choose_lr(
     head: Head, x: Tensor, y: Tensor, covariance: Tensor, classes: int, *, lrs: Sequence[float], weight_decay: float
 ) -> float:
-    """The rate with the best mean accuracy on held-out tenths of the training features; of equals the smallest.
+    """The rate with the best mean accuracy on held-out tenths of the training features; the smallest in case of a tie.
 
-    Three cuts, always the same three, so the choice does not depend on which seeds are asked for.
+    It uses three random cuts, always the same, so the choice does not depend on the probe's seeds.
     """
     n, held = len(x), max(1, round(HELD_OUT * len(x)))
     cuts = [torch.randperm(n, generator=torch.Generator().manual_seed(cut)) for cut in range(CUTS)]
-    order = torch.stack(cuts).repeat_interleave(len(lrs), dim=0).to(x.device)  # (H, n): a head for each cut and rate
+    order = torch.stack(cuts).repeat_interleave(len(lrs), dim=0).to(x.device)  # (H, n): one head per cut and rate
     heads = [(cut, lr) for cut in range(CUTS) for lr in lrs]
     params = train_heads(head, x, y, rows=order[:, held:], heads=heads, classes=classes, weight_decay=weight_decay)
     rows = order[:, :held]
@@ -183,7 +183,7 @@ def _choose_lr(
 
 
 def _result(probability: Tensor, test_y: Tensor, settings: dict[str, Any]) -> ProbeResult:
-    """From class probabilities (H, N_test, classes); the only place where test labels are read."""
+    """The result from class probabilities (H, N_test, classes); the only place where test labels are read."""
     confidence, predictions = probability.max(-1)
     predictions = predictions.cpu()
     accuracy = 100 * (predictions == test_y.cpu()).double().mean(1)
@@ -213,7 +213,7 @@ def _check(train_h: Tensor, train_y: Tensor, test_h: Tensor, test_y: Tensor, *, 
 
 
 def summary(result: ProbeResult) -> dict[str, Any]:
-    """What probes.json says of one probe; std is the sample's (n − 1), and 0 for a single value."""
+    """One probe's entry in probes.json; std is the sample deviation (n − 1), and 0 for a single value."""
     values = list(result.accuracy)
     std = stdev(values) if len(values) > 1 else 0.0
     return {"accuracy": values, "mean": fmean(values), "std": std, "settings": result.settings}

@@ -1,4 +1,4 @@
-"""The second stage, on run directories: features, probes with their floors, maps, comparisons; results go there too."""
+"""Evaluate run directories: features, probes with their baselines, maps, comparisons. Results are stored in the run."""
 
 import dataclasses
 import statistics
@@ -28,7 +28,7 @@ PIXELS = 32
 
 
 def dataset_of(run: Run, *, source: str = "auto") -> Dataset:
-    """The data of a run, normalised as they were for it."""
+    """The data of a run, with the mean and standard deviation that its training used."""
     data = load_on_ranks(run.config.dataset, source=source, size=run.config.image_size)
     known = run.read_json("data.json")
     if known and known["sha256"] != data.sha256:
@@ -40,12 +40,12 @@ def dataset_of(run: Run, *, source: str = "auto") -> Dataset:
 
 
 def features_of(run: Run, data: Dataset, split: str) -> Features:
-    """h, z and labels of one split, made once and kept in the run; each rank makes its share."""
+    """h, z and labels of one split, computed once and stored in the run; each rank computes a share."""
     path = run.path / f"features-{split}.npz"
     if not ranks.from_main(path.exists()):
         net = run.load_net()
         part = getattr(data, split)
-        found = extract_over_ranks(
+        made = extract_over_ranks(
             net.encoder,
             part.images,
             size=run.config.image_size,
@@ -56,13 +56,13 @@ def features_of(run: Run, data: Dataset, split: str) -> Features:
             device=here(),
         )
         if ranks.is_main():
-            features.save(found, path)
+            features.save(made, path)
         ranks.wait()
     return features.load(path)
 
 
 def probe(run: Run, *, source: str = "auto", seeds: Sequence[int] = (0, 1, 2), floors: bool = True) -> dict[str, Any]:
-    """Accuracy of every probe, and of the same probes on raw pixels and on this run's encoder untrained."""
+    """Accuracy of every probe, and of the same probes on raw pixels and on this run's encoder before training."""
     with ranks.ranks(best_device()):
         data = dataset_of(run, source=source)
         if data.train.labels is None or data.test.labels is None:
@@ -80,7 +80,7 @@ def probe(run: Run, *, source: str = "auto", seeds: Sequence[int] = (0, 1, 2), f
 
 
 def floors_of(run: Run, data: Dataset, *, seeds: Sequence[int]) -> dict[str, Any]:
-    """What the probes reach without learning: on pixels, and on the features of random weights."""
+    """The probes' accuracy without pretraining: on raw pixels, and on the features of a random encoder."""
     pixels = (pixels_of(part) for part in (data.train, data.test))
     encoder = run.make_net(channels=max(3, data.train.images.shape[1])).encoder
     shape = {"size": run.config.image_size, "mean": data.mean, "std": data.std, "device": here()}
@@ -92,7 +92,7 @@ def floors_of(run: Run, data: Dataset, *, seeds: Sequence[int]) -> dict[str, Any
 
 
 def pixels_of(part: Split) -> Features:
-    """Raw pixels; those of images on disk at 32×32 at most, for a photograph's own would be 150,000 numbers."""
+    """Raw pixels. Images on disk are resized to at most 32×32, because a photograph has 150,000 numbers."""
     if part.images.pixels is not None:
         return Features(h=raw_pixels(part.images.pixels), y=part.labels)
     size = min(PIXELS, *part.images.shape[2:])
@@ -104,52 +104,52 @@ def pixels_of(part: Split) -> Features:
 def probe_features(
     train: Features, test: Features, *, seeds: Sequence[int], classes: int, predictions: Path | None = None
 ) -> dict[str, Any]:
-    """{probe: summary}, each rank some of the probes; with a folder, their predictions for the test images go there."""
+    """{probe: summary}; each rank computes some probes. Predictions for the test images go to the folder, if given."""
     assert train.y is not None
     assert test.y is not None
     mine = list(PROBES)[rank() :: world_size()]
     results = ranks.from_all(
         {name: PROBES[name](train.h, train.y, test.h, test.y, classes=classes, seeds=tuple(seeds)) for name in mine}
     )
-    found = {name: part[name] for name in PROBES for part in results if name in part}
+    merged = {name: part[name] for name in PROBES for part in results if name in part}
     if predictions is not None and ranks.is_main():
         arrays = {
             f"{name}_{what}": getattr(r, what).numpy()
-            for name, r in found.items()
+            for name, r in merged.items()
             for what in ("predictions", "confidence")
         }
         write_atomic(predictions / "predictions-test.npz", lambda file: np.savez(file, **arrays))
-    return {name: summary(result) for name, result in found.items()}
+    return {name: summary(result) for name, result in merged.items()}
 
 
 def draw_map(run: Run, *, of: str = "h", split: str = "test", source: str = "auto", seed: int = 0) -> Path:
-    """UMAP of one split's h or z as npz, PNG and PDF in the run directory; the PNG's path.
+    """Write UMAP of one split's h or z as npz, PNG and PDF to the run directory; returns the PNG's path.
 
-    Coloured by label, or by curvature where there are no labels.
+    Coloured by label, or by curvature if there are no labels.
     """
     from curvssl.evaluate import maps
 
     data = dataset_of(run, source=source)
-    found = features_of(run, data, split)
-    values = found.h if of == "h" else found.z
+    made = features_of(run, data, split)
+    values = made.h if of == "h" else made.z
     assert values is not None
     stem = run.path / f"map-{of}-{split}"
     xy = maps.umap(values, seed=seed)
-    maps.save(xy, stem.with_name(stem.name + ".npz"), index=found.index)
+    maps.save(xy, stem.with_name(stem.name + ".npz"), index=made.index)
     title = f"{title_of(run.config.method)} on {data.name}, {of} of the {split} images"
-    if found.y is None:
+    if made.y is None:
         say(f"{data.name} has no labels: the map is coloured by curvature")
         scores = curvature(values, k=min(run.config.k, len(values) - 1))
         png, _ = maps.draw(xy, values=scores, values_name="curvature, Eq. (6)", title=title, out=stem)
     else:
-        png, _ = maps.draw(xy, labels=found.y, classes=data.classes, title=title, out=stem)
+        png, _ = maps.draw(xy, labels=made.y, classes=data.classes, title=title, out=stem)
     return png
 
 
 def embed(run: Run, images: Path, *, out: Path) -> Features:
-    """h and z of any folder of images or uint8 array, as npz; for a folder with the files' paths.
+    """Write h and z of any folder of images or uint8 array to an npz; for a folder, also the files' paths.
 
-    Each rank makes its share. Files that cannot be read are listed in OUT.bad-images.txt and left out.
+    Each rank computes a share. Files that cannot be read are left out and listed in OUT.bad-images.txt.
     """
     with ranks.ranks(best_device()):
         net = run.load_net()
@@ -158,7 +158,7 @@ def embed(run: Run, images: Path, *, out: Path) -> Features:
         pixels = open_images(images, canvas=canvas_of(known, size=size), channels=channels)
         if max(3, pixels.shape[1]) != max(3, channels):
             raise UserError(f"{images} has {pixels.shape[1]} channels, and {run.path} was trained on {channels}")
-        found = extract_over_ranks(
+        made = extract_over_ranks(
             net.encoder,
             pixels,
             size=size,
@@ -168,35 +168,35 @@ def embed(run: Run, images: Path, *, out: Path) -> Features:
             device=here(),
         )
         if ranks.is_main():
-            arrays: dict[str, Any] = {"h": found.h.numpy()} | ({} if found.z is None else {"z": found.z.numpy()})
+            arrays: dict[str, Any] = {"h": made.h.numpy()} | ({} if made.z is None else {"z": made.z.numpy()})
             if pixels.names is not None:
                 arrays["path"] = np.array(pixels[pixels.places()].names)
                 write_bad_images(out.with_name(out.name + ".bad-images.txt"), pixels.bad)
             write_atomic(out, lambda file: np.savez(file, **arrays))
-        return found
+        return made
 
 
 def compare(runs: Iterable[Run]) -> list[list[str]]:
-    """One row for each group of runs that differ in their seed alone: mean ± standard deviation of every probe."""
+    """One row per group of runs that differ only in their seed: mean ± standard deviation of every probe."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(all_but_the_seed(run.config.to_dict()), []).append(run)
     rows = []
     for members in groups.values():
         config = members[0].config
-        found = [run.read_json("probes.json") for run in members]
-        missing = [str(run.path) for run, probes in zip(members, found, strict=True) if not probes]
+        probed = [run.read_json("probes.json") for run in members]
+        missing = [str(run.path) for run, probes in zip(members, probed, strict=True) if not probes]
         if missing:
             raise UserError(f"not probed yet: {', '.join(missing)}; run curvssl probe on them first")
-        cells = [spread([probes[name]["mean"] for probes in found if name in probes]) for name in PROBES]
+        cells = [spread([probes[name]["mean"] for probes in probed if name in probes]) for name in PROBES]
         rows.append([config.dataset, title_of(config.method), str(len(members)), *cells])
     return rows
 
 
 def spread(values: Sequence[float]) -> str:
-    """mean ± standard deviation (n − 1), or the value alone, or a dash."""
+    """mean ± standard deviation (n − 1); for one value, that value; for none, a dash."""
     if not values:
-        return "–"  # probed before there was this probe
+        return "–"  # probed before this probe existed
     if len(values) == 1:
         return f"{values[0]:.1f}"
     return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
@@ -211,7 +211,7 @@ def probe_rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Plain text, the first column to the left and the others to the right."""
+    """A plain-text table, the first column aligned left and the others right."""
     lines = [list(header), *map(list, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     text = [
