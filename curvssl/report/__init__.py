@@ -1,1 +1,1 @@
-"""The page about one or more runs, and the same as pictures for print."""
+"""The HTML page about one or more runs, and its figures for print."""

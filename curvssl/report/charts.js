@@ -1,5 +1,5 @@
 "use strict";
-// Curves with bands, histograms, the axes of a scatter, the star of edges. Drawn from numbers alone, in the page's colours.
+// Charts: curves with bands, histograms, the axes of a scatter plot, the star of edges; in the page's colours.
 
 /** @typedef {{name: string, colour: string, x: number[], mean: number[], low: number[], high: number[]}} Series */
 
@@ -19,7 +19,7 @@ function ticks(low, high, count, whole) {
   return found;
 }
 
-/** Axes, grid and the two maps from values to the drawing. @param {[number, number]} xs @param {[number, number]} ys
+/** Axes, grid and the functions from values to coordinates. @param {[number, number]} xs @param {[number, number]} ys
  *  @param {{width: number, height: number, left: number, bottom: number}} frame @param {string} xName */
 function frame(xs, ys, { width, height, left, bottom }, xName) {
   const [right, top] = [12, 10];
@@ -37,12 +37,12 @@ function frame(xs, ys, { width, height, left, bottom }, xName) {
   return { drawing, x, y };
 }
 
-/** One quantity over the epochs, a line and a band for each group of runs. @param {string} title @param {Series[]} series
+/** One quantity over the epochs, a line and a band per group of runs. @param {string} title @param {Series[]} series
  *  @param {string} xName @returns {HTMLElement} */
 function lineChart(title, series, xName) {
   const all = (/** @type {keyof Series} */ key) => series.flatMap((one) => /** @type {number[]} */ (one[key])).filter(Number.isFinite);
   const [low, high] = [Math.min(...all("low")), Math.max(...all("high"))];
-  const flat = high - low < 1e-3 * Math.abs(high); // rounding is no curve
+  const flat = high - low < 1e-3 * Math.abs(high); // smaller changes are rounding
   const room = flat ? Math.abs(high) * 0.1 || 1 : (high - low) * 0.06;
   const size = { width: 330, height: 190, left: 46, bottom: 30 };
   const { drawing, x, y } = frame([Math.min(...all("x")), Math.max(...all("x"))], [low >= 0 ? Math.max(0, low - room) : low - room, high + room], size, xName);
@@ -80,7 +80,7 @@ function lineChart(title, series, xName) {
   return element("figure", { class: "card chart" }, element("figcaption", {}, element("span", {}, title), readout), drawing);
 }
 
-/** Styles from data, set through the CSSOM because the page's policy allows no style attributes. @param {HTMLElement} host */
+/** Sets colours through the CSSOM, because the page's security policy forbids style attributes. @param {HTMLElement} host */
 function tint(host) {
   for (const each of /** @type {NodeListOf<HTMLElement>} */ (host.querySelectorAll("[data-colour]"))) {
     each.style.setProperty("--tint", each.dataset.colour ?? "");
@@ -108,7 +108,7 @@ function histogram(values, names, colours) {
   return drawing;
 }
 
-/** The axes of the curvature scatter, redrawn as it is moved. @param {number} low @param {number} extent */
+/** The axes of the curvature scatter plot, redrawn when it moves. @param {number} low @param {number} extent */
 function scatterAxes(low, extent) {
   return (/** @type {Cloud} */ view, /** @type {CanvasRenderingContext2D} */ context) => {
     const style = getComputedStyle(view.over);
@@ -127,8 +127,8 @@ function scatterAxes(low, extent) {
   };
 }
 
-/** Edges from a point to its neighbours in the plane that holds most of them: with G the Gram matrix of the edges, the
- *  coordinates are √λ v of its two largest eigenpairs. @param {Mapped} run @param {number} row */
+/** A point's edges to its neighbours, projected to the plane that keeps most of their squared length: √λ v of the two
+ *  largest eigenpairs of the edges' Gram matrix. @param {Mapped} run @param {number} row */
 function edgePlane(run, row) {
   const { k } = run;
   const length = run.distances.subarray(row * k, (row + 1) * k);
@@ -153,7 +153,7 @@ function edgePlane(run, row) {
   return { tips: Array.from({ length: k }, (_, a) => [axes[0][a], axes[1][a]]), held, cosine };
 }
 
-/** The k × k cosines between a point's edges, of which the upper triangle is stored. @param {Mapped} run @param {number} row */
+/** The k × k cosines between a point's edges, from the stored upper triangle. @param {Mapped} run @param {number} row */
 function cosinesOf(run, row) {
   const { k } = run;
   const table = Array.from({ length: k }, (_, a) => Array.from({ length: k }, (_, b) => Number(a === b)));

@@ -1,7 +1,7 @@
-"""Run directories → one page, and pictures for print.
+"""Make a page from run directories, and figures for print.
 
-`collect` reads a run directory and computes what is missing there, `report` writes the page about several (page.py lays
-it out), `pictures` draws one run with matplotlib.
+`collect` reads a run directory and computes what is missing there. `report` writes the page about several runs, with
+the layout of page.py. `pictures` draws one run with matplotlib.
 """
 
 from collections.abc import Sequence
@@ -35,26 +35,26 @@ from curvssl.report.page import (
 )
 from curvssl.rundir import Run
 
-LIMIT = 60_000  # images on a map; of a larger split this many are drawn at random, always the same
+LIMIT = 60_000  # images on a map; a larger split is sampled at random, with a fixed seed
 
 
 def report(runs: Sequence[Path], out: Path, *, source: str = "auto", print_to: Path | None = None) -> Path:
-    """Write the page about finished runs to `out`; what had to be computed for it is kept in their directories.
+    """Write the page about finished runs to `out`; everything computed for it is stored in their directories.
 
-    With `print_to`, the pictures of every run that has a map go there too, one folder a run.
+    With `print_to`, the figures of every run that has a map are written there, one folder per run.
     """
     opened = [Run.read(path) for path in runs]
     plain = [collect(run, source=source, points=False) for run in opened]
     mapped = range(len(plain)) if len(plain) <= MAPS else [group["runs"][0] for group in groups(plain)]
-    found = [collect(run, source=source) if i in mapped else plain[i] for i, run in enumerate(opened)]
+    collected = [collect(run, source=source) if i in mapped else plain[i] for i, run in enumerate(opened)]
     if print_to is not None:
         for i in mapped:
-            pictures(found[i], print_to / found[i].name)
-    return render(found, out)
+            pictures(collected[i], print_to / collected[i].name)
+    return render(collected, out)
 
 
 def collect(run: Run, *, source: str = "auto", points: bool = True) -> RunData:
-    """Everything the page says of a run; without `points`, its numbers alone."""
+    """All data of a run that the page shows; without `points`, only its numbers."""
     data = dataset_of(run, source=source)
     labelled = data.train.labels is not None and data.test.labels is not None
     probes = run.read_json("probes.json")
@@ -69,18 +69,19 @@ def collect(run: Run, *, source: str = "auto", points: bool = True) -> RunData:
     }
     if not points:
         return RunData(**numbers)
-    found = features_of(run, data, "test")
-    place = torch.arange(len(found.h)) if found.index is None else found.index  # what cannot be read has no features
+    features = features_of(run, data, "test")
+    # Unreadable images have no features.
+    place = torch.arange(len(features.h)) if features.index is None else features.index
     rows = chosen(len(place))
     images = data.test.images[place[rows]]
     pictured = Pictured(
         name=f"{data.name} test",
         images=small(images),
-        classes=data.classes if found.y is not None else (),
-        labels=None if found.y is None else found.y[rows].numpy(),
+        classes=data.classes if features.y is not None else (),
+        labels=None if features.y is None else features.y[rows].numpy(),
         index=place[rows].numpy() if len(rows) < len(data.test.images) else None,
     )
-    h = found.h[rows]
+    h = features.h[rows]
     neighbors = nearest_neighbors(h, k=min(NEIGHBORS, len(h) - 1))
     distances, cosines = edges_of(h, neighbors)
     judged: dict[str, np.ndarray] = {}
@@ -100,25 +101,25 @@ def collect(run: Run, *, source: str = "auto", points: bool = True) -> RunData:
 
 
 def chosen(n: int) -> Tensor:
-    """The rows on the map, in order: all, or LIMIT of them."""
+    """The rows on the map, in order: all, or a sample of LIMIT."""
     if n <= LIMIT:
         return torch.arange(n)
     return torch.randperm(n, generator=torch.Generator().manual_seed(0))[:LIMIT].sort().values
 
 
 def small(images: Images) -> np.ndarray:
-    """Thumbnails (N, 1 or 3, side, side), a batch at a time: the images themselves may be more than memory holds."""
+    """Thumbnails (N, 1 or 3, side, side), made in batches because the images may not fit into memory."""
     n, _, height, width = images.shape
     side = thumbnail_side(n, height, width)
     return np.concatenate([squares(batch.numpy(), side) for batch in images.split(512)])
 
 
 def edges_of(h: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
-    """Lengths (N, k) of the edges to the neighbours (N, k); cosines (N, k(k−1)/2) between them, a < b in order."""
+    """Lengths (N, k) of the edges to the neighbours (N, k), and the cosines (N, k(k−1)/2) of their pairs a < b."""
     k = neighbors.shape[1]
     a, b = torch.triu_indices(k, k, 1)
     lengths, cosines = [], []
-    for rows in torch.arange(len(h)).split(4096):  # all edges at once would be k times the features
+    for rows in torch.arange(len(h)).split(4096):  # all edges at once would take k times the memory of the features
         edges = h[neighbors[rows]] - h[rows, None]  # (rows, k, d)
         u = unit(edges)
         lengths.append(edges.norm(dim=-1))
@@ -127,7 +128,7 @@ def edges_of(h: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def map_of(run: Run, h: Tensor, index: Tensor) -> Tensor:
-    """UMAP of h, (N, 2): the one in the run directory if it is of the same images."""
+    """UMAP of h, (N, 2): taken from the run directory if the stored one has the same images."""
     path = run.path / "map-h-test.npz"
     if path.exists():
         with np.load(path) as file:
@@ -142,8 +143,8 @@ def map_of(run: Run, h: Tensor, index: Tensor) -> Tensor:
 def curvature_of_views(run: Run, data: Dataset, images: Images, index: Tensor) -> Tensor:
     """Eq. (6) of the embeddings z of two augmented views of each image, (2, N), with the run's k.
 
-    Neighbours are sought among all N images, not in a batch, and without a kernel for every method, so that runs can be
-    compared. The views come from a fixed seed; the scores are kept in the run directory.
+    So that runs can be compared, neighbours are sought among all N images, not in a batch, and no method uses a kernel.
+    The views have a fixed seed; the scores are stored in the run directory.
     """
     path = run.path / "views-test.npz"
     if path.exists():
@@ -166,11 +167,11 @@ def curvature_of_views(run: Run, data: Dataset, images: Images, index: Tensor) -
     return scores
 
 
-# ---- pictures for print
+# ---- figures for print
 
 
 def pictures(run: RunData, folder: Path) -> list[Path]:
-    """Map by class, map by curvature, the two views' curvature, training curves: PNG and PDF each, in `folder`."""
+    """Write PNG and PDF to `folder`: map by class, map by curvature, the two views' curvature, training curves."""
     name = f"{method_of(run)} on {run.config.get('dataset')}"
     made: list[Path] = []
     if run.points is not None and run.pictured is not None:
@@ -205,7 +206,7 @@ def _scatter(views: Tensor, *, title: str) -> Any:
 
 
 def _curves(run: RunData, *, title: str) -> Any:
-    """A small panel for every quantity in the metrics."""
+    """A figure with one small panel per metric."""
     from matplotlib.figure import Figure
 
     table = columns(run.metrics)

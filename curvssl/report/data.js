@@ -1,5 +1,5 @@
 "use strict";
-// What the page reads: typed arrays out of base64, thumbnails out of sprite sheets, colours out of values.
+// The page's data: decodes arrays from base64 and thumbnails from sprite sheets, and turns values into colours.
 
 /** @typedef {{type: "u8" | "u16" | "u32", data: string, low?: number, high?: number}} Packed */
 /** @typedef {{name: string, classes: string[], count: number, side: number, columns: number, perSheet: number,
@@ -30,7 +30,7 @@ function integers(packed) {
   return packed.type === "u16" ? new Uint16Array(bytes.buffer) : new Uint32Array(bytes.buffer);
 }
 
-/** Numbers were stored as integers between low and high. @param {Packed} packed @returns {Float32Array} */
+/** Numbers that were stored as integers between low and high. @param {Packed} packed @returns {Float32Array} */
 function numbers(packed) {
   const low = packed.low ?? 0;
   const step = ((packed.high ?? 1) - low) / (packed.type === "u8" ? 255 : 65535);
@@ -72,7 +72,7 @@ function openRun(raw, points, id, split) {
   const curvature = points.curvature.map(numbers);
   const [a, b] = curvature.map(standardised);
   const neighbors = integers(points.neighbors);
-  // ρ = 1 − ½ mean (ã − b̃)², so these shares say image by image where the correlation comes from.
+  // ρ = 1 − ½ mean (ã − b̃)², so these values are each image's contribution to the correlation.
   const agreement = a.map((value, row) => 1 - (value - b[row]) ** 2 / 2);
   return {
     id,
@@ -107,7 +107,7 @@ function standardised(values) {
   return values.map((value) => (value - middle) / deviation);
 }
 
-/** The values at the shares `low` and `high` of the sorted whole. @param {ArrayLike<number>[]} parts
+/** The quantiles `low` and `high` (0…1) of all values. @param {ArrayLike<number>[]} parts
  *  @param {number} low @param {number} high @returns {[number, number]} */
 function quantiles(parts, low, high) {
   const sorted = new Float32Array(parts.reduce((sum, part) => sum + part.length, 0));
@@ -129,7 +129,7 @@ function largest(values, count, wanted) {
   return rows.sort((a, b) => values[b] - values[a]).slice(0, count);
 }
 
-// ---- colours: ten that stay apart for colour-blind eyes, and viridis for values
+// ---- colours: ten for classes that colour-blind readers can distinguish, and viridis for values
 
 const CLASS_COLOURS = ["#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581",
   "#92dadd"];
@@ -138,7 +138,7 @@ const VIRIDIS = ["#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80
 /** @param {number} id @returns {string} */
 function classColour(id) {
   if (id < CLASS_COLOURS.length) return CLASS_COLOURS[id];
-  return hslHex((id * 137.508) % 360, 55, [48, 66, 34][id % 3]); // the golden angle keeps later hues apart
+  return hslHex((id * 137.508) % 360, 55, [48, 66, 34][id % 3]); // multiples of the golden angle give distinct hues
 }
 
 /** @param {number} hue @param {number} saturation @param {number} lightness @returns {string} */
@@ -180,7 +180,7 @@ const COLOURINGS = {
   outlier: { label: "outlier score", values: (run) => run.outlier },
 };
 
-/** One pixel a point. @param {Mapped} run @param {string} colouring @param {[number, number]} range
+/** The colour of each point as one pixel. @param {Mapped} run @param {string} colouring @param {[number, number]} range
  *  @returns {Uint32Array} */
 function pointPixels(run, colouring, range) {
   const { ids, values } = COLOURINGS[colouring];
@@ -194,7 +194,7 @@ function pointPixels(run, colouring, range) {
   return Uint32Array.from(of, (value) => VIRIDIS_PIXELS[Math.max(0, Math.min(255, Math.round((value - range[0]) * scale)))]);
 }
 
-// ---- elements: text only ever enters as text
+// ---- elements: text is never parsed as HTML
 
 /** @param {string} tag @param {Record<string, any>} attributes `on…` are listeners @param {(Node | string)[]} children
  *  @returns {HTMLElement} */

@@ -1,5 +1,5 @@
 "use strict";
-// Pointer, wheel and keys on a cloud.
+// Pointer, wheel and keyboard input on a map.
 
 /** @param {Cloud} view */
 function listen(view) {
@@ -61,7 +61,7 @@ function listen(view) {
     if (!held.size) listeners.hovered(view.run, -1);
   });
 
-  // A page that cannot be scrolled past its maps is a trap: the wheel belongs to the page until a map is clicked.
+  // The wheel scrolls the page until a map is clicked; otherwise nobody could scroll past the maps.
   over.addEventListener("wheel", (event) => {
     if (document.activeElement !== over && !event.ctrlKey && !event.metaKey) return;
     event.preventDefault();
@@ -99,7 +99,7 @@ function press(view, key, shift) {
   return true;
 }
 
-/** The nearest point in the arrow's quarter, seen from the active one, or from the middle where there is none.
+/** The nearest point in the direction of the arrow, seen from the active point; without one, the nearest to the middle.
  *  @param {Cloud} view @param {number} active @param {[number, number]} arrow @returns {number} */
 function step(view, active, [ax, ay]) {
   const [x, y] = active >= 0 ? view.screen(active) : [view.width / 2, view.height / 2];

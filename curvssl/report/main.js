@@ -1,5 +1,5 @@
 "use strict";
-// The page: what is chosen, and which parts answer when the choice changes.
+// The page's state: what is selected, and the updates when the selection changes.
 
 const payload = /** @type {Payload} */ (JSON.parse(byId("data").textContent ?? ""));
 const GROUP_COLOURS = ["#2f6fd0", "#e07b00", "#8a3ab9", "#0d9488", "#b3261e", "#7a6a55", "#c2478f", "#5b6472"];
@@ -13,14 +13,14 @@ const state = {
   shown: mapped.slice(0, 2), // one run, or two side by side
   colouring: splits[0]?.label ? "class" : "curvature0",
   tool: "pan",
-  split: 0, // the one touched last: its choice fills the inspector
+  split: 0, // the last one used: the inspector shows its selection
 };
 /** @type {Cloud[]} */
 let maps = [];
 /** @type {Cloud[]} */
 let scatters = [];
 
-// ---- choosing
+// ---- selection
 
 /** @type {Listeners} */
 const listeners = {
@@ -54,7 +54,7 @@ const listeners = {
   wantTool: setTool,
 };
 
-/** Brings an image up from anywhere on the page. @param {Mapped} run @param {number} row */
+/** Selects an image and shows it on the maps. @param {Mapped} run @param {number} row */
 function choose(run, row) {
   listeners.pinned(run, row);
   for (const view of maps) if (view.run.splitId === run.splitId) view.show(row);
@@ -74,7 +74,7 @@ function describe(run, row) {
   return `Image ${split.index(row)}${label}, curvature ${short(run.curvature[0][row])} and ${short(run.curvature[1][row])}`;
 }
 
-// ---- answering
+// ---- updates
 
 let waiting = 0;
 let resting = 0;
@@ -85,7 +85,7 @@ function chosen() {
     inspect();
   });
   clearTimeout(resting);
-  resting = setTimeout(stars, 150); // the star waits until the cursor rests
+  resting = setTimeout(stars, 150); // drawn only when the cursor stops
 }
 
 function selectionChanged() {
@@ -202,7 +202,7 @@ function stars() {
     if (run.split.ready) paint.push(() => drawStar(canvas, run, row, tips));
     return made;
   }));
-  paint.forEach((draw) => draw()); // on the page by now, where the colours are known
+  paint.forEach((draw) => draw()); // colours are known only after the canvas is on the page
 }
 
 // ---- the legend and the colours
@@ -260,7 +260,7 @@ function curves() {
   }), several ? element("span", { class: "note" }, "The band is ± one standard deviation over the seeds.") : "");
 }
 
-/** Mean and deviation over the runs at each epoch they share. @param {Record<string, (number | null)[]>[]} metrics
+/** Mean and standard deviation over the runs at each epoch. @param {Record<string, (number | null)[]>[]} metrics
  *  @param {string} key @param {string} name @param {string} colour @returns {Series | null} */
 function seriesOf(metrics, key, name, colour) {
   /** @type {Map<number, number[]>} */

@@ -1,5 +1,5 @@
 "use strict";
-// A cloud of points on a canvas: moved, zoomed, pointed at, encircled. The maps and the curvature scatter are both one.
+// A cloud of points on a canvas with pan, zoom, hover and lasso: for the maps and the curvature scatter plot.
 
 /** @typedef {{hover: number, pinned: number, selected: Set<number>, hidden: Set<number>}} Choice */
 /** @typedef {{label: string, edges: boolean, xy: Float32Array, axes?: (view: Cloud, context: CanvasRenderingContext2D) => void}} CloudOptions */
@@ -7,13 +7,13 @@
  *   pinned: (run: Mapped, row: number) => void, lassoed: (run: Mapped, rows: number[], add: boolean) => void,
  *   released: () => void, wantTool: (tool: string) => void}} Listeners */
 
-const SUBPIXELS = 4; // discs are rendered for 4 × 4 offsets inside a pixel, so that a moving map does not shiver
-const IMAGES = 160; // with fewer points than this in sight the images themselves are drawn
-const GRID = 128; // cells a side of the index that answers which point is under the cursor
+const SUBPIXELS = 4; // discs are rendered for 4 × 4 offsets inside a pixel, so that points move smoothly
+const IMAGES = 160; // with at most this many points in view the images themselves are drawn
+const GRID = 128; // cells per side of the grid index that finds the point under the cursor
 
 /** @typedef {{dx: Int8Array, dy: Int8Array, jump: Int32Array, cover: Uint16Array}} Disc */
 
-/** A disc as the pixels it covers, 0…256 each, for every subpixel offset. @param {number} radius in device pixels
+/** A disc as its pixels with their coverage, 0…256, for every subpixel offset. @param {number} radius in device pixels
  *  @param {number} width of the canvas, for the jumps between its rows @returns {Disc[]} */
 function discs(radius, width) {
   const reach = Math.ceil(radius + 0.5);
@@ -50,12 +50,12 @@ class Cloud {
     this.context = /** @type {CanvasRenderingContext2D} */ (this.points.getContext("2d", { alpha: false }));
     this.overContext = /** @type {CanvasRenderingContext2D} */ (this.over.getContext("2d"));
     this.scale = 1; // CSS pixels per unit
-    this.x = 0; // where the unit square's corner is, in CSS pixels
+    this.x = 0; // position of the unit square's corner, in CSS pixels
     this.y = 0;
     this.width = this.height = this.ratio = 0;
-    this.home = 1; // the scale at which the whole cloud is in sight
+    this.home = 1; // the scale at which the whole cloud is in view
     this.moved = false;
-    this.pictured = false; // whether images stand where the dots were
+    this.pictured = false; // whether images are drawn instead of dots
     /** @type {number[][]} */
     this.loop = [];
     this.redraw = 0;
@@ -65,7 +65,7 @@ class Cloud {
     this.resize();
   }
 
-  /** The points sorted by cell: `order` lists them, `starts` says where a cell begins. */
+  /** The points sorted by grid cell: `order` lists them, `starts` has the first position of each cell. */
   buildGrid() {
     const { xy } = this.options;
     const n = this.run.split.count;
@@ -100,12 +100,12 @@ class Cloud {
       canvas.height = Math.round(box.height * this.ratio);
     }
     this.image = this.context.createImageData(this.points.width, this.points.height);
-    if (this.moved) this.pan(dx, dy); // what was in the middle stays there
+    if (this.moved) this.pan(dx, dy); // keeps the centre of the view
     else this.reset();
-    this.draw(); // at once: paper does not wait for the next frame
+    this.draw(); // now, because printing does not wait for the next frame
   }
 
-  /** The whole cloud in sight. */
+  /** Shows the whole cloud. */
   reset() {
     const { left, right, bottom, top } = this.bounds ?? { left: 0, right: 1, bottom: 0, top: 1 };
     const margin = this.options.axes ? 44 : 18;
@@ -131,7 +131,7 @@ class Cloud {
     this.pan((this.x - x) * (limited - 1), (this.y - y) * (limited - 1));
   }
 
-  /** Brings a point to the middle unless it is well in sight. @param {number} row */
+  /** Centres the view on a point, unless the point is already well inside. @param {number} row */
   show(row) {
     const [x, y] = this.screen(row);
     if (x > 30 && y > 30 && x < this.width - 30 && y < this.height - 30) return;
@@ -184,7 +184,7 @@ class Cloud {
     return found;
   }
 
-  /** Draws at the next frame, once however often it is asked. */
+  /** Requests a redraw at the next frame; several requests give one redraw. */
   change() {
     this.redraw ||= requestAnimationFrame(() => this.draw());
   }
@@ -209,7 +209,7 @@ class Cloud {
   }
 
   /** Blends every visible point into the pixels: one loop over plain arrays is several times faster than canvas calls.
-   *  @param {Uint32Array} data @param {Choice} choice @returns {number[]} the first rows in sight */
+   *  @param {Uint32Array} data @param {Choice} choice @returns {number[]} the first rows in view */
   splat(data, choice) {
     const { xy } = this.options;
     const { ratio, colours } = this;
@@ -222,7 +222,7 @@ class Cloud {
     const label = choice.hidden.size ? this.run.split.label : null;
     /** @type {number[]} */
     const seen = [];
-    const passes = choice.selected.size ? [false, true] : [true]; // what is selected lies on top
+    const passes = choice.selected.size ? [false, true] : [true]; // selected points are on top
     for (const bright of passes) {
       const strength = bright ? 256 : 44;
       for (let row = 0; row < n; row++) {
@@ -267,12 +267,12 @@ class Cloud {
     context.globalAlpha = 1;
   }
 
-  /** What changes with the cursor: edges to the neighbours, rings, the lasso. */
+  /** Draws what depends on the cursor: edges to the neighbours, rings, the lasso. */
   drawOver() {
     const context = this.overContext;
     const choice = this.listeners.choice(this.run);
     const style = getComputedStyle(this.over);
-    this.over.width = Math.round(this.width * this.ratio); // empties it; clearRect would print as a white sheet
+    this.over.width = Math.round(this.width * this.ratio); // clears it; after clearRect it would be printed as a white area
     context.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
     const active = choice.hover >= 0 ? choice.hover : choice.pinned;
     if (active >= 0) {
@@ -292,7 +292,7 @@ class Cloud {
   }
 }
 
-/** `share` of 256 parts of one pixel over another, red and blue in one multiplication. @param {number} under
+/** Blends one pixel over another with weight `share` / 256; red and blue in one multiplication. @param {number} under
  *  @param {number} over @param {number} share */
 function mix(under, over, share) {
   const low = under & 0xff00ff;

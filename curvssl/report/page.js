@@ -1,5 +1,5 @@
 "use strict";
-// Building the page: everything that depends on the runs in view, then what is wired once.
+// Builds the page: first the parts that depend on the runs in view, then the controls, which are set up once.
 
 /** @param {Mapped} run @returns {number} */
 function slot(run) {
@@ -50,7 +50,7 @@ function viewKey() {
   }));
 }
 
-/** What needs labels and predictions. */
+/** The parts that need labels and predictions. */
 function judged() {
   const runs = state.shown.filter((run) => run.predicted && run.split.label);
   const colours = runs.map((run) => GROUP_COLOURS[payload.runs[run.id].group % GROUP_COLOURS.length]);
@@ -97,7 +97,7 @@ function summary() {
   }));
 }
 
-/** With more than two runs the reader picks which stand side by side. */
+/** With more than two runs the reader selects which ones are shown side by side. */
 function pickers() {
   if (mapped.length < 2) return;
   byId("pickers").replaceChildren(...["Left", "Right"].map((name, which) => {
@@ -137,7 +137,7 @@ function wire() {
   theme();
 }
 
-/** Light or dark follows the system until the button decides; paper is always light. */
+/** The theme follows the system until the button is pressed; print is always light. */
 function theme() {
   const root = document.documentElement;
   const dark = matchMedia("(prefers-color-scheme: dark)");

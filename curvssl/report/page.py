@@ -1,4 +1,4 @@
-"""RunData → one self-contained page. Its own parts lie beside this file: page.html, page.css, *.js."""
+"""Write RunData as one self-contained HTML page, from page.html, page.css and the *.js files in this folder."""
 
 import base64
 import hashlib
@@ -22,17 +22,17 @@ from curvssl.methods import title_of
 HERE = Path(__file__).parent
 SCRIPTS = ("data", "charts", "map", "hands", "sections", "main", "page")
 NEIGHBORS = 6  # shown around an image, by distance in feature space
-MAPS = 4  # runs that all get a map; of more runs, each method's first seed does, or the page would outgrow a mail
-SHEET = 100  # thumbnails along a side of a sprite sheet: browsers decode 3,200 × 3,200 pixels without complaint
+MAPS = 4  # up to this many runs all get a map; of more, only each method's first seed, to keep the page small for mail
+SHEET = 100  # thumbnails per side of a sprite sheet: browsers decode 3,200 × 3,200 pixels without problems
 
 
 @dataclass(frozen=True)
 class Points:
-    """What the page knows of each of N images in one run."""
+    """Data about each of N images in one run."""
 
     xy: np.ndarray  # (N, 2) the map
     curvature: np.ndarray  # (2, N) of the embeddings z of two augmented views
-    outlier: np.ndarray  # (N,) curvature of the features h of the image itself: high where it lies outside
+    outlier: np.ndarray  # (N,) curvature of the features h of the image itself: high for outliers
     neighbors: np.ndarray  # (N, 6) rows, nearest in h first
     distances: np.ndarray  # (N, 6) to them
     cosines: np.ndarray  # (N, 15) between the edges to them, pairs a < b in order
@@ -42,13 +42,13 @@ class Points:
 
 @dataclass(frozen=True)
 class Pictured:
-    """The images that the points stand for; runs with the same ones share their thumbnails, and link up on the page."""
+    """The images behind the points. Runs with the same images share thumbnails, and their maps are linked."""
 
     name: str
     images: np.ndarray  # uint8 (N, C, H, W)
     classes: tuple[str, ...] = ()
     labels: np.ndarray | None = None  # (N,)
-    index: np.ndarray | None = None  # (N,) place in the split, where the images are a part of it
+    index: np.ndarray | None = None  # (N,) position in the split, if not all of its images are shown
 
     def key(self) -> str:
         parts = [self.images, self.labels, self.index]
@@ -75,7 +75,7 @@ class RunData:
 def packed(
     values: np.ndarray, *, low: float | None = None, high: float | None = None, bits: int = 16
 ) -> dict[str, Any]:
-    """Numbers as integers of 8 or 16 bits between low and high: half a step in 65,535 is less than a pixel."""
+    """Numbers as 8- or 16-bit integers between low and high; with 16 bits the rounding error is less than a pixel."""
     values = np.asarray(values, dtype=np.float64)
     if not np.isfinite(values).all():
         raise UserError("the run's features hold NaN or infinity, so there is nothing to map: the encoder diverged")
@@ -87,7 +87,7 @@ def packed(
 
 
 def packed_integers(values: np.ndarray) -> dict[str, Any]:
-    """Non-negative integers in as few bytes as hold the largest."""
+    """Non-negative integers in the smallest type that holds the largest."""
     top = int(values.max(initial=0))
     bits = 8 if top < 2**8 else 16 if top < 2**16 else 32
     return {"type": f"u{bits}", "data": _base64(values.astype(f"<u{bits // 8}"))}
@@ -98,12 +98,12 @@ def _base64(data: np.ndarray | bytes) -> str:
 
 
 def thumbnail_side(n: int, height: int, width: int) -> int:
-    """Small images keep their size; of many, larger ones come down to 32 pixels, or the page would outgrow a mail."""
+    """At most 64 pixels, or 32 for more than 2,500 images, to keep the page small enough for mail."""
     return min(height, width, 64 if n <= 2500 else 32)
 
 
 def squares(images: np.ndarray, side: int) -> np.ndarray:
-    """uint8 (b, C, H, W) → (b, 1 or 3, side, side): the middle, which is what the evaluation transform looks at."""
+    """uint8 (b, C, H, W) → (b, 1 or 3, side, side): the central square, as in the evaluation transform."""
     from PIL import Image
 
     height, width = images.shape[2:]
@@ -120,7 +120,7 @@ def squares(images: np.ndarray, side: int) -> np.ndarray:
 
 
 def thumbnails(images: np.ndarray) -> dict[str, Any]:
-    """Sprite sheets as data addresses: WebP, without loss up to 16 pixels a side."""
+    """Sprite sheets as data URLs: WebP, lossless up to 16 pixels a side."""
     from PIL import Image
 
     n, _, height, width = images.shape
@@ -144,11 +144,11 @@ def thumbnails(images: np.ndarray) -> dict[str, Any]:
 
 
 def render(runs: Sequence[RunData], out: Path) -> Path:
-    """Write the page about these runs to `out`: no other file and no network is needed to read it."""
+    """Write the page about these runs to `out`; it needs no other file and no network."""
     data = json.dumps(payload(runs), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     style = (HERE / "page.css").read_text()
     script = "\n".join((HERE / f"{name}.js").read_text() for name in SCRIPTS)
-    # Only this very script may run, whatever a label or a file name says; and nothing may be fetched.
+    # Only this script may run, whatever a label or a file name contains, and nothing may be downloaded.
     policy = (
         f"default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; "
         f"script-src '{_digest(script)}'; style-src '{_digest(style)}'"
@@ -157,7 +157,7 @@ def render(runs: Sequence[RunData], out: Path) -> Path:
         policy=policy,
         title=html.escape(title(runs)),
         style=style,
-        # "<" opens tags and comments even inside a script element; in JSON it may be written as an escape.
+        # "<" starts tags and comments even inside a script element; JSON allows an escape instead.
         data=data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
         script=script,
     )
@@ -177,7 +177,7 @@ def title(runs: Sequence[RunData]) -> str:
 
 
 def called(runs: Sequence[RunData]) -> list[str]:
-    """The shortest names that tell the runs apart: by method, by method and seed, or by directory."""
+    """The shortest distinct names of the runs: by method, by method and seed, or by directory."""
     methods = [method_of(run) for run in runs]
     seeded = [f"{method}, seed {run.config.get('seed')}" for method, run in zip(methods, runs, strict=True)]
     if len(set(methods)) == len(runs):
@@ -190,7 +190,7 @@ def method_of(run: RunData) -> str:
 
 
 def payload(runs: Sequence[RunData]) -> dict[str, Any]:
-    """Everything the page's script reads; its shape is written down at the top of data.js."""
+    """Everything the page's script reads; its types are at the top of data.js."""
     from curvssl import __version__
 
     if not runs:
@@ -238,7 +238,7 @@ def _split(pictured: Pictured) -> dict[str, Any]:
 
 
 def _points(points: Points) -> dict[str, Any]:
-    low, extent = points.xy.min(0), float(np.ptp(points.xy, axis=0).max()) or 1.0  # one scale: the map keeps its shape
+    low, extent = points.xy.min(0), float(np.ptp(points.xy, axis=0).max()) or 1.0  # same scale for x and y
     low_c, high_c = float(points.curvature.min()), float(points.curvature.max())
     return {
         "xy": packed((points.xy - low) / extent, low=0, high=1),
@@ -253,20 +253,20 @@ def _points(points: Points) -> dict[str, Any]:
 
 
 def groups(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Runs that differ in nothing but their seed, in order of appearance: [{name, runs}]."""
-    found: dict[str, list[int]] = {}
+    """Groups of runs that differ only in their seed, in order of appearance: [{name, runs}]."""
+    by_config: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
-        found.setdefault(all_but_the_seed(run.config), []).append(i)
-    methods = [method_of(runs[members[0]]) for members in found.values()]
+        by_config.setdefault(all_but_the_seed(run.config), []).append(i)
+    methods = [method_of(runs[members[0]]) for members in by_config.values()]
     return [
-        # Two settings of one method need their runs' names to be told apart.
+        # Groups with the same method but other settings are called by a run's name.
         {"name": method if methods.count(method) == 1 else runs[members[0]].name, "runs": members}
-        for method, members in zip(methods, found.values(), strict=True)
+        for method, members in zip(methods, by_config.values(), strict=True)
     ]
 
 
 def columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Rows of metrics as columns, and the wall time of each epoch from the clock that runs through them."""
+    """Rows of metrics as columns, with the wall time of each epoch from the differences of `seconds`."""
     names = dict.fromkeys(name for row in rows for name in row)
     table = {name: [row.get(name) for row in rows] for name in names}
     clock = [float(value) for value in table.get("seconds", []) if value is not None]
@@ -276,7 +276,7 @@ def columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN: a number that is none becomes null."""
+    """JSON has no NaN or infinity: they become null."""
     if isinstance(value, dict):
         return {str(name): finite(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

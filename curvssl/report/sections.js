@@ -1,7 +1,7 @@
 "use strict";
-// The parts of the page that are made once for the runs in view: tables, galleries, provenance.
+// The parts of the page that are built once for the runs in view: tables, galleries, provenance.
 
-const MANY = 40; // with more classes than this a matrix of them is no longer read
+const MANY = 40; // with more classes than this a confusion matrix is too large to read
 
 /** @param {Split} split @param {number} row @param {string} [text] */
 function thumbnail(split, row, text) {
@@ -16,7 +16,7 @@ function thumbnail(split, row, text) {
   return element("figure", {}, canvas, element("figcaption", {}, text));
 }
 
-/** Thumbnails that bring their image up when pressed. @param {Mapped} run @param {number[]} rows
+/** Thumbnails that select their image when pressed. @param {Mapped} run @param {number[]} rows
  *  @param {(row: number) => string} caption @param {(run: Mapped, row: number) => void} choose */
 function gallery(run, rows, caption, choose) {
   return element("div", { class: "gallery" }, ...rows.map((row) => element("button", {
@@ -36,7 +36,7 @@ function percent(score) {
   return score.mean.toFixed(1) + (spread ? ` ± ${Number(score.std).toFixed(1)}` : "");
 }
 
-/** One score over several runs: mean and deviation over them, or of one run over its probe's own seeds.
+/** Mean and deviation of a score over several runs; for a single run, over the seeds of its probe.
  *  @param {RawRun[]} runs @param {string[]} path where probes.json keeps the score @returns {Score | undefined} */
 function pooled(runs, path) {
   const scores = runs.map((run) => path.reduce((tree, name) => tree?.[name], /** @type {any} */ (run.probes)))
@@ -48,7 +48,7 @@ function pooled(runs, path) {
   return { accuracy, mean: middle, std };
 }
 
-/** One row a group and one a floor, one column a probe. @param {Payload} payload @returns {HTMLElement} */
+/** One row per group and per baseline, one column per probe. @param {Payload} payload @returns {HTMLElement} */
 function probeTable(payload) {
   const groups = payload.groups.map((group) => ({ ...group, runs: group.runs.map((id) => payload.runs[id]) }));
   const entries = payload.runs.flatMap((run) => Object.entries(run.probes));
@@ -64,7 +64,7 @@ function probeTable(payload) {
     })));
   const datasets = [...new Set(payload.runs.map((run) => run.config.dataset))];
   for (const floor of floors) {
-    for (const dataset of datasets) { // floors hardly differ between the runs on one dataset: the first that has them
+    for (const dataset of datasets) { // baselines are almost the same in all runs on a dataset: take the first
       const run = payload.runs.find((one) => one.config.dataset === dataset && one.probes[floor]);
       if (!run) continue;
       rows.push(element("tr", { class: "floor" }, element("th", { scope: "row" }, datasets.length > 1 ? `${floor}, ${dataset}` : floor),
@@ -88,12 +88,12 @@ function confusion(run) {
   return table;
 }
 
-/** The images of one class that are read as another. @param {Mapped} run @param {number} truth @param {number} guess */
+/** The images of one class that are predicted as another. @param {Mapped} run @param {number} truth @param {number} guess */
 function readAs(run, truth, guess) {
   return Array.from(run.split.label ?? []).flatMap((id, row) => (id === truth && run.predicted?.[row] === guess ? [row] : []));
 }
 
-/** For many classes: the commonest mix-ups, as buttons. @param {Mapped} run
+/** For many classes: the most frequent confusions, as buttons. @param {Mapped} run
  *  @param {(run: Mapped, rows: number[]) => void} choose */
 function mixUps(run, choose) {
   const { classes } = run.split;
@@ -171,7 +171,7 @@ function flat(tree, prefix = "") {
   });
 }
 
-/** One row a setting, one column a run; rows where the runs differ are marked. @param {RawRun[]} runs
+/** One row per setting, one column per run; rows where the runs differ are marked. @param {RawRun[]} runs
  *  @param {(run: RawRun) => Tree} of @param {string} corner */
 function settingsTable(runs, of, corner) {
   const columns = runs.map((run) => new Map(flat(of(run))));
