@@ -1,6 +1,6 @@
-"""Rewrites every table in README and docs from the JSON beside this file; --check fails if one is not up to date.
+"""Writes every table in README and docs from the JSON files next to this file; --check fails if one is out of date.
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`; NAME is a function below.
+A table is between `<!-- table NAME -->` and `<!-- end -->`; NAME is a function below.
 """
 
 import json
@@ -27,7 +27,7 @@ def read(name: str) -> Any:
 def markdown(
     header: Sequence[str], rows: Sequence[Sequence[str]], source: str, where: str = "", *, key: str = "provenance"
 ) -> str:
-    """A table and, below it, where its numbers come from: what the JSON says of itself, unless it is given."""
+    """A table with a line below it about the origin of its numbers: `where`, or by default the JSON's provenance."""
     if not where:
         made = read(source)[key]
         where = f"{made['device']}, torch {made['versions']['torch']}, commit {made['commit']}, {made['created'][:10]}"
@@ -36,16 +36,16 @@ def markdown(
 
 
 def demo() -> str:
-    found = read("demo.json")
+    measured = read("demo.json")
     rows = [[name, *(f"{p['mean']:.1f} ± {p['std']:.1f}" if p["std"] else f"{p['mean']:.1f}" for p in probes.values())]
-            for name, probes in found["accuracy"].items()]  # fmt: skip
-    return markdown(("", *next(iter(found["accuracy"].values()))), rows, "demo.json")
+            for name, probes in measured["accuracy"].items()]  # fmt: skip
+    return markdown(("", *next(iter(measured["accuracy"].values()))), rows, "demo.json")
 
 
 def demo_costs() -> str:
     """Where the demo's time goes."""
-    found = read("demo.json")
-    step = found["step_ms"]
+    measured = read("demo.json")
+    step = measured["step_ms"]
     names = {
         "encoder, forward and backward": "encoder_forward_backward_ms",
         "two views": "views_ms",
@@ -54,22 +54,22 @@ def demo_costs() -> str:
         "Adam": "optimizer_ms",
     }
     rows = [
-        ["the whole demo", f"{found['seconds']:.0f} s", ""],
-        ["of it training, four runs", f"{found['training_seconds']:.0f} s", ""],
+        ["the whole demo", f"{measured['seconds']:.0f} s", ""],
+        ["of it training, four runs", f"{measured['training_seconds']:.0f} s", ""],
         ["a CurvSSL step", f"{step:.0f} ms", "100%"],
-        *([f"{name}, alone", f"{found[key]:.1f} ms", f"{found[key] / step:.0%}"] for name, key in names.items()),
+        *([f"{name}, alone", f"{measured[key]:.1f} ms", f"{measured[key] / step:.0%}"] for name, key in names.items()),
     ]
     return markdown(("", "time", "of a step"), rows, "demo.json")
 
 
 def gpu() -> str:
-    """Steps, with what each costs over Barlow Twins, and the peers of the same run."""
-    found = read("gpu.json")
-    top = found["ceilings"]["bf16_TFLOP_per_s"]
-    base = {(r["stem"], r["batch"]): r for r in found["steps"] if r["method"] == "barlow-twins"}
-    ours = {(r["stem"], r["batch"]): r["ms"] for r in found["steps"] if r["method"] == "curvssl"}
+    """Training steps, their extra cost over Barlow Twins, and other libraries' steps in the same run."""
+    measured = read("gpu.json")
+    top = measured["ceilings"]["bf16_TFLOP_per_s"]
+    base = {(r["stem"], r["batch"]): r for r in measured["steps"] if r["method"] == "barlow-twins"}
+    ours = {(r["stem"], r["batch"]): r["ms"] for r in measured["steps"] if r["method"] == "curvssl"}
     rows = []
-    for r in found["steps"] + found["peers"]:
+    for r in measured["steps"] + measured["peers"]:
         key = (r["stem"], r["batch"])
         views = 2e3 * r["batch"] / r["ms"]
         share = f"{views * FLOPS[r['stem']] / top / 1e12:.1%}"
@@ -82,8 +82,8 @@ def gpu() -> str:
 
 
 def cost(step: Any, base: Any) -> str:
-    """What a step takes over another: the median of rounds in which both had a turn, and a 95 % interval from drawing
-    these again."""
+    """The extra time of a step over another: the median over rounds in which both were measured, and a bootstrap 95 %
+    interval."""
     if step is base:
         return ""
     draw = random.Random(0)
@@ -93,13 +93,13 @@ def cost(step: Any, base: Any) -> str:
 
 
 def steps_of(found: Any) -> dict[tuple[str, str], Any]:
-    """(stem, method or peer) → what was measured of it at b = 256, in a run of the benchmark."""
+    """{(stem, method or peer): its measurements at b = 256} of one run of the benchmark."""
     every = [r for r in found["steps"] + found["peers"] if r["batch"] == 256]
     return {(r["stem"], r.get("method") or r["peer"]): r for r in every}
 
 
 def gpu_hosts() -> str:
-    """What depends on the host, in four runs; each ratio is of one run, and not every run has every part."""
+    """Numbers that depend on the host, in four runs. Each ratio is within one run. Not every run has every part."""
     runs = [read(f"gpu{name}.json") for name in ("", "-5932e1d", "-c00f255", "-8ba9f76")]
     steps = [steps_of(run) for run in runs]
     rows = []
@@ -124,7 +124,7 @@ def gpu_hosts() -> str:
 
 
 def gains() -> str:
-    """README's only table: accuracy beside the paper's, and a training step beside lightly's."""
+    """README's only table: accuracy next to the paper's, and the time of a training step next to lightly's."""
     from curvssl.methods import title_of
     from curvssl.paper.reproduce import PAPER, read_results
 
@@ -150,12 +150,12 @@ def gains() -> str:
 
 
 def speed() -> str:
-    """The short form: our steps, a row for each network and batch, beside lightly's Barlow Twins step."""
-    found = read("gpu.json")
-    top = found["ceilings"]["bf16_TFLOP_per_s"]
-    steps = {(r["stem"], r["batch"], r.get("method") or r["peer"]): r for r in found["steps"] + found["peers"]}
+    """The short form: our steps, one row per network and batch size, next to lightly's Barlow Twins step."""
+    measured = read("gpu.json")
+    top = measured["ceilings"]["bf16_TFLOP_per_s"]
+    steps = {(r["stem"], r["batch"], r.get("method") or r["peer"]): r for r in measured["steps"] + measured["peers"]}
     rows = []
-    for stem, batch in dict.fromkeys((r["stem"], r["batch"]) for r in found["steps"]):
+    for stem, batch in dict.fromkeys((r["stem"], r["batch"]) for r in measured["steps"]):
         base, ours, kernel = (steps[stem, batch, name] for name in ("barlow-twins", "curvssl", "kernel-curvssl"))
         views = 2e3 * batch / ours["ms"]
         peer = steps.get((stem, batch, "lightly"))
@@ -179,9 +179,9 @@ def speed() -> str:
 
 
 def gpu_rest() -> str:
-    """The ceilings, the augmentation, the loss alone on a huge batch and the probes."""
-    found, a = read("gpu.json"), read("gpu-5932e1d.json")["augmentation"]
-    top, big = (found[part] for part in ("ceilings", "large_batch"))
+    """The hardware limits, the augmentation, the loss alone on a huge batch, and the probes."""
+    measured, a = read("gpu.json"), read("gpu-5932e1d.json")["augmentation"]
+    top, big = (measured[part] for part in ("ceilings", "large_batch"))
     rows = [
         ["bf16 matrix product, 8192³", f"{top['bf16_TFLOP_per_s']:.0f} TFLOP/s"],
         ["fp32 matrix product, 8192³", f"{top['fp32_TFLOP_per_s']:.0f} TFLOP/s"],
@@ -195,14 +195,14 @@ def gpu_rest() -> str:
         ["its neighbour search, one view", f"{big['search_ms']:.0f} ms, {big['search_TFLOP_per_s']:.0f} TFLOP/s"],
         ["the search's matrix products alone", f"{big['products_alone_ms']:.0f} ms"],
         ["the search, of the fp32 product's rate", f"{big['share_of_fp32_ceiling']:.0%}"],
-        ["features and three probes of a CIFAR-10 run", f"{found['probe']['seconds']:.1f} s"],
+        ["features and three probes of a CIFAR-10 run", f"{measured['probe']['seconds']:.1f} s"],
     ]
     return markdown(("", "measured"), rows, "gpu.json", "the augmentation: gpu-5932e1d.json")
 
 
 def backbones() -> str:
-    """Large backbones at 224: our captured step beside a plain eager loop."""
-    found = read("backbones.json")
+    """Large backbones at 224: our captured step next to a plain eager loop."""
+    measured = read("backbones.json")
     rows = [
         [
             r["backbone"],
@@ -213,22 +213,22 @@ def backbones() -> str:
             f"{2e3 * r['batch'] / r['ours']['ms']:,.0f}",
             *(f"{r[side]['peak_GB']:.0f} GB" for side in ("ours", "plain")),
         ]
-        for r in found["rows"]
+        for r in measured["rows"]
     ]
     header = ("224×224", "batch", "step", "ours", "eager loop", "ratio", "views/s", "memory", "memory, eager loop")
     return markdown(header, rows, "backbones.json")
 
 
 def gpu_command() -> str:
-    """Where the time of the command goes, beside the bare step, on one host."""
-    found = read("gpu-command.json")
-    bare = next(iter(found["step"].values()))
-    rows = [[name, f"{ms:.3f} ms", f"{ms / bare - 1:+.1%}"] for name, ms in found["step"].items()]
+    """The time of a step in the command, next to the step alone, on one host."""
+    measured = read("gpu-command.json")
+    bare = next(iter(measured["step"].values()))
+    rows = [[name, f"{ms:.3f} ms", f"{ms / bare - 1:+.1%}"] for name, ms in measured["step"].items()]
     return markdown(("one step", "time", "over the graph alone"), rows, "gpu-command.json")
 
 
 def gpu_features() -> str:
-    """Features of 10,000 images: what the kNN monitor spends most of its time on."""
+    """The time for features of 10,000 images, which is most of the time of the kNN monitor."""
     rows = [
         [r["precision"], str(r["batch"]), f"{median(r['ms']):.0f} ms"]
         for r in read("gpu-command.json")["features_of_10000"]
@@ -237,7 +237,7 @@ def gpu_features() -> str:
 
 
 def gpu_floors() -> str:
-    """What a step cannot go below, as it is made."""
+    """Lower bounds for the time of a step in its present form."""
     rows = []
     for r in read("gpu-8ba9f76.json")["floors"]:
         both = r["convolutions_ms"] + r["norm_ms"]
@@ -255,7 +255,7 @@ def gpu_floors() -> str:
 
 
 def gpu_fusions() -> str:
-    """What cuDNN takes for a convolution with BatchNorm before and sums after it."""
+    """cuDNN's time for a convolution that is fused with BatchNorm before it and sums after it."""
     rows = []
     for r in read("gpu-notes.json")["fusions"]:
         low, half = r["bf16"], r["fp16"]
@@ -271,17 +271,17 @@ def gpu_fusions() -> str:
 
 def gpu_sharing() -> str:
     """Several processes on one GPU."""
-    found = read("gpu-notes.json")["sharing"]
-    ms = {(r["mps"], r["processes"]): r["ms"] for r in found}
+    measured = read("gpu-notes.json")["sharing"]
+    ms = {(r["mps"], r["processes"]): r["ms"] for r in measured}
     rows = [
         [str(n), *(f"{ms[mps, n]:.2f}" if (mps, n) in ms else "" for mps in (False, True))]
-        for n in sorted({r["processes"] for r in found})
+        for n in sorted({r["processes"] for r in measured})
     ]
     return markdown(("processes", "ms a step of all, plain", "with MPS"), rows, "gpu-notes.json")
 
 
 def gpu_shares() -> str:
-    """Several processes, each with a share of the multiprocessors; what they compute then."""
+    """Several processes, each with a share of the multiprocessors: their speed and their results."""
     rows = [
         [
             *(str(r["processes"]), f"{r['percent']} %", r["step"]),
@@ -295,7 +295,7 @@ def gpu_shares() -> str:
 
 
 def gpu_profile() -> str:
-    """Where the time of a step went."""
+    """How the time of a step is divided."""
     rows = [
         [STEMS[r["stem"]], r["part"], f"{r['us'] / 1e3:.2f} ms", str(r["kernels"])]
         for r in read("gpu-notes.json")["profile"]
@@ -323,15 +323,15 @@ def probe_augmented() -> str:
 
 
 def trap() -> str:
-    """Cells that ended with a low rank: what C's diagonal is, and what it would best be at that rank."""
+    """Cells that ended with a low rank: the diagonal of C, and its best value at that rank."""
     from curvssl.paper.reproduce import read_results
 
     cells = {
         f"{name}: {cell}": c for name in ("recipe", "literal") for cell, c in read_results(name, results=HERE).items()
     }
     rows = []
-    for cell, found in sorted(cells.items()):
-        c, last = found["config"], found["curves"][-1]
+    for cell, result in sorted(cells.items()):
+        c, last = result["config"], result["curves"][-1]
         if last["effective_rank"] > 20 or c["method"] == "vicreg":
             continue
         d, rank = c["d_z"], last["effective_rank"]
@@ -344,7 +344,7 @@ def trap() -> str:
 
 
 def recipe_effects() -> str:
-    """What one setting changes: pairs of cells of the study `recipe` that differ in it alone."""
+    """The effect of one setting: pairs of cells of the study `recipe` that differ only in it."""
     pairs = (
         ("cifar10-barlow-twins-200-cosine-warm40", "200-cosine-warm40-crop.08"),
         ("cifar10-barlow-twins-200-cosine-warm40-crop.08", "200-best-crop.05"),
@@ -397,27 +397,27 @@ def changed(old: Any, new: Any) -> str:
 
 
 def literal_runs() -> str:
-    """Run by run, those of the literal study that can be caught: how soon, and what is left."""
+    """Each run of the study `literal` that can fall into the trap: its rank early and at the end."""
     from curvssl.paper.reproduce import read_results
 
     rows = []
-    for cell, found in read_results("literal", results=HERE).items():
-        if found["config"]["method"] == "vicreg":
+    for cell, result in read_results("literal", results=HERE).items():
+        if result["config"]["method"] == "vicreg":
             continue
-        (early,) = (row for row in found["curves"] if row["epoch"] == 5)
-        last = found["curves"][-1]
+        (early,) = (row for row in result["curves"] if row["epoch"] == 5)
+        last = result["curves"][-1]
         ranks = [f"{row['effective_rank']:.0f}" for row in (early, last)]
-        rows.append([cell, *ranks, f"{last['invariance']:.0f}", f"{found['probes']['mlp']['mean']:.1f}"])
+        rows.append([cell, *ranks, f"{last['invariance']:.0f}", f"{result['probes']['mlp']['mean']:.1f}"])
     header = ("cell", "effective rank after 5 epochs", "at the end", "invariance at the end", "mlp")
     return markdown(header, sorted(rows), "literal/", "commits in the table above")
 
 
 def maps() -> str:
-    """How well UMAP's maps keep neighbourhoods, and how far they set the classes apart."""
-    found = [read(f"faithful/maps/{file.name}") for file in sorted((HERE / "faithful" / "maps").glob("*.json"))]
+    """How well UMAP's maps preserve neighbourhoods, and how well they separate the classes."""
+    records = [read(f"faithful/maps/{file.name}") for file in sorted((HERE / "faithful" / "maps").glob("*.json"))]
     keys = ("trustworthiness", "silhouette")
-    rows = [[one["cell"], *(f"{one['quality'][key]:.2f}" for key in keys)] for one in found]
-    made = f"commit {', '.join(sorted({one['provenance']['commit'] for one in found}))}"
+    rows = [[one["cell"], *(f"{one['quality'][key]:.2f}" for key in keys)] for one in records]
+    made = f"commit {', '.join(sorted({one['provenance']['commit'] for one in records}))}"
     return markdown(("cell", "trustworthiness", "silhouette of the classes"), rows, "faithful/maps/", made)
 
 
@@ -433,7 +433,7 @@ def repeated() -> str:
 
 
 def gpu_kernels() -> str:
-    """Hand-written kernels alone, and how fast they move what they must."""
+    """Each hand-written kernel alone: its time, and how many of the necessary bytes it moves per second."""
     rows = [
         [r["kernel"], r["shape"], f"{r['us']:.1f} µs", f"{r['TB_per_s']:.2f} TB/s" if "TB_per_s" in r else ""]
         for r in read("gpu-notes.json")["kernels"]
@@ -444,13 +444,13 @@ def gpu_kernels() -> str:
 
 def gpu_parts() -> str:
     """The parts of the loss alone, and the kernels of the curvatures."""
-    found = read("gpu-notes.json")["parts"]
-    rows = [[r["what"], f"{r['us']:.1f} µs"] for r in found]
+    measured = read("gpu-notes.json")["parts"]
+    rows = [[r["what"], f"{r['us']:.1f} µs"] for r in measured]
     return markdown(("b = 256, d = 128", "time"), rows, "gpu-notes.json", key="parts_provenance")
 
 
 def gpu_start_up() -> str:
-    """Where the time to a first step goes."""
+    """How the time until the first step is divided."""
     rows = [
         [r["what"], *(f"{r[key]:.1f} s" for key in ("first_step_s", "import_s", "in_compiler_s"))]
         for r in read("gpu-notes.json")["start_up"]
@@ -460,11 +460,11 @@ def gpu_start_up() -> str:
 
 
 def gpu_experiments() -> str:
-    found = read("gpu-experiments.json")
-    commits = {int(run): made["commit"][:7] for run, made in found["runs"].items()}
+    measured = read("gpu-experiments.json")
+    commits = {int(run): made["commit"][:7] for run, made in measured["runs"].items()}
     rows = [
         [f"{r['run']}, {commits[r['run']]}", STEMS[r["stem"]], r["method"], r["what"], f"{r['ms']:.3f}"]
-        for r in found["rows"]
+        for r in measured["rows"]
     ]
     return markdown(("run, commit", "stem", "method", "variant, b = 256", "ms a step"), rows, "gpu-experiments.json")
 
@@ -493,22 +493,22 @@ def losses() -> str:
 
 
 def streaming() -> str:
-    found = read("streaming-cpu.json")
-    base = found["per_second"]["views, torchvision's pipeline"]
+    measured = read("streaming-cpu.json")
+    base = measured["per_second"]["views, torchvision's pipeline"]
     rows = [
         [name, f"{value:,.0f}", f"{value / base:.2f}×" if name.startswith("views") else ""]
-        for name, value in found["per_second"].items()
+        for name, value in measured["per_second"].items()
     ]
-    rows.append(["images packed (`curvssl pack`)", f"{found['pack_images_per_s']:,.0f}", ""])
-    header = (f"a second, {found['settings']['workers']} workers", "measured", "over torchvision")
+    rows.append(["images packed (`curvssl pack`)", f"{measured['pack_images_per_s']:,.0f}", ""])
+    header = (f"a second, {measured['settings']['workers']} workers", "measured", "over torchvision")
     return markdown(header, rows, "streaming-cpu.json")
 
 
 def weak_scaling() -> str:
-    found = read("streaming-cpu.json")["weak_scaling"]
-    one = found["views_per_s"]["1 rank"]
-    rows = [[name, f"{value:,.0f}", f"{value / one:.2f}×"] for name, value in found["views_per_s"].items()]
-    return markdown((f"{found['batch_per_rank']} images each", "views/s", ""), rows, "streaming-cpu.json")
+    measured = read("streaming-cpu.json")["weak_scaling"]
+    one = measured["views_per_s"]["1 rank"]
+    rows = [[name, f"{value:,.0f}", f"{value / one:.2f}×"] for name, value in measured["views_per_s"].items()]
+    return markdown((f"{measured['batch_per_rank']} images each", "views/s", ""), rows, "streaming-cpu.json")
 
 
 def exchanged(method: str, *, batch: int, d: int) -> tuple[int, int]:
@@ -520,7 +520,7 @@ def exchanged(method: str, *, batch: int, d: int) -> tuple[int, int]:
 
 
 def communication() -> str:
-    """256 images a rank, d_z = 128: bytes that each rank sends, and what its neighbours cost at the measured rate."""
+    """256 images per rank, d_z = 128: bytes that each rank sends, and its neighbour search at the measured rate."""
     each, d, parameters = 256, 128, 11_176_512 + 512 * 512 + 2 * 512 + 512 * 128 + 128  # ResNet-18, 7×7 stem
     speed = 1e12 * read("gpu.json")["large_batch"]["search_TFLOP_per_s"]
     rows = []
@@ -539,7 +539,7 @@ def communication() -> str:
 
 
 def device_minutes(cells: Iterable[Any]) -> float:
-    """How long at least one of them was running; a cell's JSON is written when it ends."""
+    """Minutes in which at least one of the cells was running; a cell's JSON is written when it ends."""
     ends = [(datetime.fromisoformat(cell["provenance"]["created"]).timestamp(), cell) for cell in cells]
     spent, until = 0.0, 0.0
     for start, end in sorted((end - cell["seconds_with_probes"], end) for end, cell in ends):

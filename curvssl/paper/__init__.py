@@ -1,1 +1,1 @@
-"""The paper's table and figures, run again."""
+"""Reproduction of the paper's table and figures."""

@@ -1,4 +1,4 @@
-"""The figures of a study, drawn from its JSON alone: maps side by side, and training curves. Same JSON, same bytes."""
+"""Draw the figures of a study from its JSON alone: maps and training curves. The same JSON gives the same bytes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ from torch import Tensor
 from curvssl.evaluate import maps
 from curvssl.evaluate.maps import COLOURS, FAINT, INK, MARKERS
 
-Rows = Sequence[Mapping[str, Any]]  # of metrics.jsonl, as a cell's "curves" keeps them
+Rows = Sequence[Mapping[str, Any]]  # rows of metrics.jsonl, as stored in a cell's "curves"
 
-DASHES = ("-", "--", ":", "-.")  # the eleventh line has the first colour again with the second dash, and so on
+DASHES = ("-", "--", ":", "-.")  # the eleventh line has the first colour and the second dash, and so on
 FRAME = "#d0d7de"
 LEGEND: dict[str, Any] = {"frameon": False, "labelcolor": INK, "fontsize": 9}
 
@@ -23,9 +23,9 @@ LEGEND: dict[str, Any] = {"frameon": False, "labelcolor": INK, "fontsize": 9}
 def map_record(
     h: Tensor | NDArray[Any], labels: Tensor | NDArray[Any], *, classes: Sequence[str], seed: int = 0
 ) -> dict[str, Any]:
-    """UMAP of features (n, d) with labels (n,) as a value for JSON: all that `draw_maps` needs of one method.
+    """UMAP of features (n, d) with labels (n,) as a value for JSON: all that `draw_maps` needs for one method.
 
-    The quality is that of the rounded points, which are the ones kept.
+    The quality is computed from the rounded points, because these are stored.
     """
     features, y = torch.as_tensor(h), torch.as_tensor(labels)
     xy = maps.umap(features, seed=seed).double().round(decimals=3)
@@ -40,7 +40,7 @@ def map_record(
 
 
 def draw_maps(records: Mapping[str, Mapping[str, Any]], *, title: str, out: Path) -> tuple[Path, Path]:
-    """Write OUT.png and OUT.pdf, a panel for each of {name: map_record(…)}, and return both paths."""
+    """Write OUT.png and OUT.pdf with one panel per entry of {name: map_record(…)}, and return both paths."""
     return maps.write_figure(_maps_figure(records, title=title), out)
 
 
@@ -52,10 +52,10 @@ def draw_curves(
     out: Path,
     style: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[Path, Path]:
-    """Write OUT.png and OUT.pdf, a panel for each key with a line for each cell, and return both paths.
+    """Write OUT.png and OUT.pdf with one panel per key and one line per cell, and return both paths.
 
-    A row that lacks a key is passed over. `style` says how a cell's line looks, in matplotlib's words: cells with the
-    same color and label, as the seeds of a method should have, are one entry of the legend.
+    A row without the key is skipped. `style` has matplotlib's line properties for each cell: cells with the same color
+    and label, such as the seeds of one method, share one entry of the legend.
     """
     return maps.write_figure(_curves_figure(cells, keys=keys, title=title, style=style or {}), out)
 
@@ -74,7 +74,7 @@ def _maps_figure(records: Mapping[str, Mapping[str, Any]], *, title: str) -> Any
         scores = (f"{what} {value:.2f}" for what, value in record["quality"].items())
         axes.set_title(name, loc="left", color=INK, fontsize=11)
         axes.set_xlabel("\n".join(scores), loc="left", color=FAINT, fontsize=9)
-        axes.xaxis.set_label_position("top")  # below the name, above the points
+        axes.xaxis.set_label_position("top")  # between the title and the points
         axes.set(xticks=[], yticks=[])
         axes.set_aspect("equal", adjustable="datalim")
         axes.spines[:].set_color(FRAME)
@@ -89,14 +89,14 @@ def _maps_figure(records: Mapping[str, Mapping[str, Any]], *, title: str) -> Any
 
 
 def _points(axes: Any, record: Mapping[str, Any]) -> None:
-    """In random order, so that no class lies on top of the others only because it came last."""
+    """Draw points in random order, so that the last class does not cover the others."""
     order = torch.randperm(len(record["x"]), generator=torch.Generator().manual_seed(0)).numpy()
     x, y, labels = (np.asarray(record[key])[order] for key in ("x", "y", "labels"))
     turns, colours = labels // len(COLOURS), np.array(COLOURS)[labels % len(COLOURS)]
     size = min(6.0, max(0.8, 4000 / len(x)))
     for turn in np.unique(turns):
         mine, marker = turns == turn, MARKERS[turn % len(MARKERS)]
-        # As pixels also in the PDF: ten thousand outlines a panel would make it large and slow to open.
+        # Rasterized also in the PDF: ten thousand vector markers per panel would make it large and slow to open.
         axes.scatter(x[mine], y[mine], s=size, c=colours[mine], marker=marker, linewidths=0, rasterized=True)
 
 
@@ -114,7 +114,7 @@ def _curves_figure(
             turn, colour = divmod(j, len(COLOURS))
             points = [(row[x], row[key]) for row in rows if key in row]
             look: dict[str, Any] = {"color": COLOURS[colour], "linewidth": 1.5, "label": name, "markersize": 3}
-            look["marker"] = "o" if len(points) < 4 else ""  # a line of one point is not seen
+            look["marker"] = "o" if len(points) < 4 else ""  # a line with one point would be invisible
             look |= style.get(name, {"linestyle": DASHES[turn % len(DASHES)]})
             if points:
                 (line,) = axes.plot(*zip(*points, strict=True), **look)

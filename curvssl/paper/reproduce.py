@@ -1,7 +1,7 @@
-"""The paper's table and figures, run again, a study's cells one by one (studies.py says which).
+"""Reproduce the paper's table and figures: run the cells of a study one by one (studies.py defines them).
 
-Each finished cell is one JSON in results/STUDY/, with its provenance. What is there is not run again, so a campaign can
-be spread over as many bookings and machines as it takes, and tables and figures are made from the JSON alone.
+Each finished cell is one JSON in results/STUDY/, with its provenance, and is not run again. So a study can be divided
+over many sessions and machines. Tables and figures are made from the JSON alone.
 """
 
 import json
@@ -31,9 +31,9 @@ from curvssl.paper.studies import SEEDS, study_of
 from curvssl.rundir import Run, provenance
 from curvssl.train.loop import pretrain
 
-CURVE_POINTS = 100  # rows of metrics that a cell's JSON keeps
-PICTURED = ("barlow-twins", "curvssl", "kernel-curvssl")  # whose first seed in the study "faithful" gets a map
-WATCHED = (("rho", 2), ("effective_rank", 0))  # of the last batch, and how many digits to show
+CURVE_POINTS = 100  # rows of metrics in a cell's JSON
+PICTURED = ("barlow-twins", "curvssl", "kernel-curvssl")  # their first seed in the study "faithful" gets a map
+WATCHED = (("rho", 2), ("effective_rank", 0))  # columns for metrics of the last batch, with their number of decimals
 CURVES = ("invariance", "redundancy", "effective_rank", "rho", "z_std", "knn")
 PAPER = {  # Table 1, accuracy in percent
     ("mnist", "vicreg"): 95.9,
@@ -45,7 +45,7 @@ PAPER = {  # Table 1, accuracy in percent
     ("cifar10", "curvssl"): 75.1,
     ("cifar10", "kernel-curvssl"): 76.5,
 }
-# Two-sided 95 % points of Student's t, by degrees of freedom: differences are paired over few seeds.
+# Two-sided 95 % quantiles of Student's t by degrees of freedom, since differences are paired over few seeds.
 STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
@@ -61,12 +61,12 @@ def run_study(
     only: str = "",
     source: str = "auto",
 ) -> list[str]:
-    """Run the cells that have no result yet, as far as the time goes; the names of those finished now.
+    """Run the cells that have no result yet, until the time is over; returns the names of the cells it finished.
 
-    After `minutes` the training under way writes a checkpoint and stops.
+    After `minutes` the running training writes a checkpoint and stops.
     """
     study, todo = study_of(name), to_do(name, results=results, only=only)
-    if torch.cuda.is_available():  # several processes may share a device, and their threads would wait for each other
+    if torch.cuda.is_available():  # several processes may share a device, and their CPU threads would compete
         torch.set_num_threads(2)
     if minutes is not None:
         alarm = threading.Timer(60 * minutes, os.kill, (os.getpid(), signal.SIGTERM))
@@ -80,7 +80,7 @@ def run_study(
                     print(f"{name}: {cell} ({i} of {len(todo)})", flush=True)
                     finish_cell(name, cell, study[cell], results=results, run_path=runs / name / cell, source=source)
                     finished.append(cell)
-        except Busy:  # several processes may work at a study: each takes what no other has
+        except Busy:  # another process is running this cell
             continue
     map_cells(name, results=results, runs=runs)
     return finished
@@ -114,7 +114,7 @@ def finish_cell(study: str, cell: str, config: PretrainConfig, *, results: Path,
 
 
 def judge(run: Run, *, source: str) -> dict[str, Any]:
-    """The probes: on the test images, or on the training images that were held out, where settings are to be chosen."""
+    """Probe on the test images; for studies that choose settings, on held-out training images instead."""
     if not run.config.holdout:
         return probe(run, source=source, floors=False)
     data = dataset_of(run, source=source)
@@ -126,7 +126,7 @@ def judge(run: Run, *, source: str) -> dict[str, Any]:
 
 
 def to_map(name: str, *, results: Path) -> list[str]:
-    """Cells whose test features are to be drawn and have not been mapped yet."""
+    """Cells that need a map of their test features and do not have one yet."""
     first = {cell: c for cell, c in study_of(name).items() if name == "faithful" and c.seed == SEEDS[0]}
     return [
         cell
@@ -136,7 +136,7 @@ def to_map(name: str, *, results: Path) -> list[str]:
 
 
 def map_cells(name: str, *, results: Path, runs: Path) -> None:
-    """UMAP of the features that lie in finished runs; they may come from a machine without umap-learn."""
+    """UMAP of the features in finished runs, which may come from a machine without umap-learn."""
     for cell in to_map(name, results=results):
         file = runs / name / cell / "features-test.npz"
         if not file.exists():
@@ -144,26 +144,26 @@ def map_cells(name: str, *, results: Path, runs: Path) -> None:
         if find_spec("umap") is None:
             say(f"{cell} has no map yet: that needs umap-learn; copy {file.parent} to where that is, and go on there")
             continue
-        found = load(file)
-        assert found.y is not None
+        stored = load(file)
+        assert stored.y is not None
         classes = Run.read(runs / name / cell).read_json("data.json")["classes"]
-        record = figures.map_record(found.h, found.y, classes=classes)
+        record = figures.map_record(stored.h, stored.y, classes=classes)
         write_json(
             results / name / "maps" / f"{cell}.json", {"cell": cell} | record | {"provenance": provenance(device="cpu")}
         )
 
 
 def thin(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At most CURVE_POINTS rows, evenly spaced, the last among them."""
+    """At most CURVE_POINTS rows, evenly spaced, including the last."""
     every = math.ceil(len(rows) / CURVE_POINTS) or 1
     return [row for i, row in enumerate(reversed(rows)) if i % every == 0][::-1]
 
 
-# ---- what has been found ----
+# ---- tables and figures ----
 
 
 def read_results(name: str, *, results: Path) -> dict[str, dict[str, Any]]:
-    """Cell → its JSON, of those that are there."""
+    """{cell: its JSON} of the finished cells."""
     files = {cell: results / name / f"{cell}.json" for cell in study_of(name)}
     return {cell: json.loads(file.read_text()) for cell, file in files.items() if file.exists()}
 
@@ -173,19 +173,20 @@ def status(name: str, *, results: Path) -> str:
     missing = [cell for cell in study if cell not in done] + [
         f"map of {cell}" for cell in to_map(name, results=results)
     ]
-    spent = sum(found["seconds_with_probes"] for found in done.values()) / 60
+    spent = sum(result["seconds_with_probes"] for result in done.values()) / 60
     return f"{name}: {len(done)} of {len(study)} cells, {spent:.1f} minutes" + (
         f"; missing: {', '.join(missing)}" if missing else ""
     )
 
 
 def study_rows(name: str, *, results: Path) -> tuple[list[str], list[list[str]]]:
-    """Header and rows, cells that differ in their seed alone together: what the paper says, every probe's mean ±
-    standard deviation over pretraining seeds, and the paired difference of the paper's probe (mlp) with its 95 %
-    interval, to Barlow Twins on the same data for as many epochs or, in a study without it, to the first row."""
+    """Header and rows of a study's table; cells that differ only in their seed share a row. The columns: the paper's
+    value; every probe's mean ± standard deviation over pretraining seeds; the paired difference of the paper's probe
+    (mlp) with its 95 % interval. The difference is to Barlow Twins on the same data with the same number of epochs or,
+    in a study without it, to the first row."""
     groups: dict[str, dict[int, dict[str, Any]]] = {}
-    for cell, found in read_results(name, results=results).items():
-        groups.setdefault(re.sub(r"-seed\d+", "", cell), {})[found["config"]["seed"]] = found
+    for cell, result in read_results(name, results=results).items():
+        groups.setdefault(re.sub(r"-seed\d+", "", cell), {})[result["config"]["seed"]] = result
     bases: dict[tuple[str, int], str] = {}
     for group, by_seed in groups.items():
         c = next(iter(by_seed.values()))["config"]
@@ -211,7 +212,7 @@ def study_rows(name: str, *, results: Path) -> tuple[list[str], list[list[str]]]
 
 
 def row_name(cell: str, config: dict[str, Any]) -> str:
-    """What a cell shares with those that differ in their seed alone, and with cells of other data sets."""
+    """A cell's name without seed and data set: the same for cells that differ only in these."""
     rest = re.sub(r"-seed\d+", "", cell).removeprefix(f"{config['dataset']}-{config['method']}")
     return title_of(config["method"]) + rest.replace("-", ", ").replace("alpha", "α ")
 
@@ -233,26 +234,27 @@ def study_table(name: str, *, results: Path) -> str:
 
 
 def looks(cells: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
-    """Colour and label of the curves of cells, {name: configuration}: one for each row of the table or, if these are
-    too many to tell apart, one for each method."""
+    """Colour and label of each cell's curves, from {name: configuration}: one colour per row of the table or, if there
+    are too many rows, one per method."""
     labels = {cell: row_name(cell, config) for cell, config in cells.items()}
     if len({*labels.values()}) > len(COLOURS):
         labels = {cell: title_of(config["method"]) for cell, config in cells.items()}
     names = sorted({*labels.values()})
     titles = [method.title for method in METHODS.values()]
     if {*names} <= {*titles}:
-        names = titles  # a method has its colour in every figure
+        names = titles  # a method has the same colour in every figure
     return {cell: {"color": COLOURS[names.index(label)], "label": label} for cell, label in labels.items()}
 
 
 def draw_figures(name: str, *, results: Path) -> list[Path]:
-    """Training curves of a study and its maps, one figure a data set, as PNG and PDF in results/figures; the PNGs."""
+    """Draw a study's training curves and maps, one figure per data set, as PNG and PDF in results/figures; returns the
+    PNGs."""
     cells = read_results(name, results=results)
     drawn = []
-    for dataset in sorted({found["config"]["dataset"] for found in cells.values()}):
-        mine = {cell: found for cell, found in cells.items() if found["config"]["dataset"] == dataset}
-        style = looks({cell: found["config"] for cell, found in mine.items()})
-        curves = {cell: found["curves"] for cell, found in mine.items()}
+    for dataset in sorted({result["config"]["dataset"] for result in cells.values()}):
+        mine = {cell: result for cell, result in cells.items() if result["config"]["dataset"] == dataset}
+        style = looks({cell: result["config"] for cell, result in mine.items()})
+        curves = {cell: result["curves"] for cell, result in mine.items()}
         title = f"{name}: {dataset}, one line a seed"
         out = results / "figures" / f"curves-{name}-{dataset}"
         drawn.append(figures.draw_curves(curves, keys=CURVES, title=title, out=out, style=style)[0])

@@ -1,4 +1,4 @@
-"""What is run to reproduce the paper: a study is a function that returns configurations, one for each cell."""
+"""The runs that reproduce the paper: a study is a function that returns one configuration per cell."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -13,17 +13,17 @@ PAPERS = ("barlow-twins", "vicreg", "curvssl", "kernel-curvssl")  # the methods 
 
 
 def faithful() -> Study:
-    """Table 1 with the smallest declared departures that train: the presets as they are."""
+    """Table 1 with the presets: the smallest declared departures from the paper with which training works."""
     return cells(paper_mnist(), paper_cifar10(), methods=PAPERS, seeds=SEEDS)
 
 
 def literal() -> Study:
-    """Table 1 with nothing that the paper does not state: no warm-up, no schedule."""
+    """Table 1 with only what the paper states: no warm-up, no schedule."""
     return cells(*map(bare, (paper_mnist(), paper_cifar10())), methods=PAPERS, seeds=SEEDS)
 
 
 def bare(preset: PretrainConfig) -> PretrainConfig:
-    """A preset without what was chosen for it by the study `recipe`: the usual crops, no warm-up, no schedule."""
+    """A preset without the settings that the study `recipe` chose: the usual crops, no warm-up, no schedule."""
     usual = {"mnist": (0.8, 1.0), "cifar10": (0.2, 1.0)}[preset.dataset]
     augment = dataclasses.replace(preset.augment, crop_scale=usual)
     open_settings: dict[str, Any] = {"projector_width": 512, "projector_norm": False, "gamma": "median"}
@@ -31,29 +31,29 @@ def bare(preset: PretrainConfig) -> PretrainConfig:
 
 
 def alpha() -> Study:
-    """A first look at the term: α_curv on CIFAR-10 at 100 epochs, paired over two seeds; α = 0 is Barlow Twins.
+    """The effect of the weight α_curv on CIFAR-10 at 100 epochs, paired over two seeds; α = 0 is Barlow Twins.
 
-    The warm-up is half of so short a run: ten epochs would lead into the trap."""
+    In so short a run the warm-up is half of all epochs: ten epochs would lead into the trap of docs/reproduction.md."""
     base = dataclasses.replace(paper_cifar10(), epochs=100, warmup_epochs=50)
-    found = cells(base, methods=("barlow-twins",), seeds=SEEDS[:2])
+    study = cells(base, methods=("barlow-twins",), seeds=SEEDS[:2])
     for weight in (1.0, 10.0, 100.0):
         setting: dict[str, Any] = {"alpha_curv": weight}
         weighed = dataclasses.replace(base, **setting)
         curved = cells(weighed, methods=("curvssl", "kernel-curvssl"), seeds=SEEDS[:2])
-        found |= {f"{name}-alpha{weight:g}": config for name, config in curved.items()}
-    return found
+        study |= {f"{name}-alpha{weight:g}": config for name, config in curved.items()}
+    return study
 
 
 def recipe() -> Study:
-    """What the paper leaves open, judged on held-out training images: on CIFAR-10 a change at a time at 50 epochs, what
-    looked worth it at 200, and changes to the best of that; on MNIST the crop."""
+    """Settings that the paper leaves open, evaluated on held-out training images. On CIFAR-10: one change at a time at
+    50 epochs, the promising ones at 200, and changes to the best of these. On MNIST: the crop."""
     start = dataclasses.replace(bare(paper_cifar10()), epochs=50, warmup_epochs=10, schedule="cosine", holdout=0.1)
-    found: Study = {}
+    study: Study = {}
 
     def add(method: str, name: str, base: PretrainConfig = start, **changes: Any) -> PretrainConfig:
         cell = f"{base.dataset}-{method}-{name}"
-        found[cell] = dataclasses.replace(base, method=method, **changes)
-        return found[cell]
+        study[cell] = dataclasses.replace(base, method=method, **changes)
+        return study[cell]
 
     def twins(name: str, **changes: Any) -> PretrainConfig:
         return add("barlow-twins", name, **changes)
@@ -93,29 +93,29 @@ def recipe() -> Study:
     digits = dataclasses.replace(bare(paper_mnist()), schedule="cosine", warmup_epochs=10, holdout=0.1)
     for crop in (0.8, 0.5, 0.3):
         twins(f"crop{short(crop)}", base=digits, augment=dataclasses.replace(digits.augment, crop_scale=(crop, 1.0)))
-    return found
+    return study
 
 
 def views(*, crop: float = 0.2, colour: float = 0.4, blur: float = 0.0) -> AugmentConfig:
-    """CIFAR-10's usual views but for the least share of an image in a crop, the strength of colours, and a blur."""
+    """CIFAR-10's usual views with another least area of a crop, another strength of colour jitter, or a blur."""
     factors: dict[str, Any] = dict.fromkeys(("brightness", "contrast", "saturation"), colour)
     return AugmentConfig(crop_scale=(crop, 1.0), hue=colour / 4, blur=blur, **factors)
 
 
 def short(share: float) -> str:
-    """0.08 as .08."""
+    """0.08 → .08."""
     return f"{share:g}".removeprefix("0")
 
 
 def precision() -> Study:
-    """Whether the fast step trains as well: bf16 captured against fp32 eager, MNIST at 20 epochs, three seeds each."""
+    """Is the fast step as accurate? bf16 captured against fp32 eager, MNIST at 20 epochs, three seeds each."""
     base = dataclasses.replace(bare(paper_mnist()), epochs=20, warmup_epochs=4)
-    found: Study = {}
+    study: Study = {}
     for kind, step in (("fp32", "eager"), ("bf16", "captured")):
         chosen = dataclasses.replace(base, precision=kind, step=step)
         curved = cells(chosen, methods=("curvssl",), seeds=SEEDS)
-        found |= {f"{name}-{kind}-{step}": config for name, config in curved.items()}
-    return found
+        study |= {f"{name}-{kind}-{step}": config for name, config in curved.items()}
+    return study
 
 
 STUDIES: dict[str, Callable[[], Study]] = {
@@ -128,7 +128,7 @@ STUDIES: dict[str, Callable[[], Study]] = {
 
 
 def cells(*presets: PretrainConfig, methods: Sequence[str], seeds: Sequence[int]) -> Study:
-    """Seed by seed, so that a campaign cut short has whole rows."""
+    """One cell per seed, preset and method. Seeds come first, so that an interrupted study has complete rows."""
     return {
         f"{preset.dataset}-{method}-seed{seed}": dataclasses.replace(preset, method=method, seed=seed)
         for seed in seeds
