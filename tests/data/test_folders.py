@@ -1,4 +1,4 @@
-"""Own data: what files become, which layouts have labels, what is refused; streamed, packed and in memory alike."""
+"""The user's own data: decoding, labels, errors; the same results streamed, packed and in memory."""
 
 import dataclasses
 import os
@@ -54,7 +54,7 @@ def truncate(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first 240 digits as PNG files, one folder a class."""
+    """The first 240 digits as PNG files, one folder per class."""
     root = tmp_path_factory.mktemp("digits")
     images = load("digits").train
     assert images.labels is not None
@@ -64,7 +64,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(dataset: str, **changes: object) -> PretrainConfig:
-    """Six steps of 32 images an epoch on 240 of them."""
+    """Six steps of 32 images per epoch, for 240 images."""
     small = {"dataset": dataset, "image_size": 8, "epochs": 1, "batch_size": 32, "k": 5, "d_z": 16}
     return dataclasses.replace(demo(), warmup_epochs=0, monitor_every=1, **(small | changes))  # type: ignore[arg-type]
 
@@ -167,7 +167,7 @@ def test_the_listing_is_sorted_and_leaves_out_what_is_no_image(tmp_path: Path):
     for name in [*names, "b/Thumbs.db", ".hidden.png", ".git/x.png", "notes.txt"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    raw = os.fsdecode(b"b/caf\xe9.png")  # no UTF-8
+    raw = os.fsdecode(b"b/caf\xe9.png")  # not UTF-8
     (tmp_path / raw).touch()
     (tmp_path / "b" / "back").symlink_to(tmp_path)
     found = list_images(tmp_path)
@@ -264,7 +264,7 @@ def test_a_tenth_is_held_out_once_and_for_all(n: int):
 
 
 def damaged_folder(root: Path, *, good: int) -> Path:
-    """Four files that cannot be read among good ones."""
+    """Good files, and four that cannot be read."""
     for i in range(good):
         save(root / f"{i:03}.jpg", noise(12, 12, 3, seed=i))
     (root / "empty.png").touch()
@@ -287,7 +287,7 @@ def test_what_cannot_be_read_is_said_with_its_reason_and_replaced(tmp_path: Path
     assert all(pixels.numpy().tobytes() in good for pixels in first[96:])  # their stand-ins
     fresh = open_images(tmp_path, canvas=12, channels=3)
     again = torch.cat(list(fresh.batches(torch.arange(100).split(7), workers=2)))
-    assert again.equal(first)  # the same stand-ins, whichever process reads in whatever portions
+    assert again.equal(first)  # the same stand-ins, whichever process reads and however many rows at a time
 
 
 def test_more_than_five_in_a_hundred_stop_the_run(tmp_path: Path):
@@ -392,7 +392,7 @@ def test_thirteen_channels_are_trained_on(tmp_path: Path):
         embed(run, tmp_path / "rgb.npy", out=tmp_path / "e.npz")
 
 
-# ---- the whole way
+# ---- from training to evaluation
 
 
 @pytest.fixture(scope="module")
@@ -482,7 +482,7 @@ def test_a_folder_that_has_changed_is_not_taken_for_the_same(in_memory: Run, dig
 
 
 def test_memory_stays_bounded_whatever_the_size_of_the_folder(tmp_path: Path):
-    """1,000 images are 200 MB decoded; streaming and packing them takes less than 130 MB beside what torch takes."""
+    """1,000 decoded images are 200 MB; streaming and packing them takes less than 130 MB on top of torch."""
     photo = Image.fromarray(noise(8, 8, 3)).resize((300, 280), Image.Resampling.BICUBIC)
     photo.save(tmp_path / "photo.jpg")
     for i in range(1000):

@@ -1,4 +1,4 @@
-"""The datasets, their cache and their sources: real files, real processes, real package clients, a real web server."""
+"""The datasets, their cache and their sources, with real files, processes, package managers and a real web server."""
 
 import dataclasses
 import functools
@@ -31,8 +31,8 @@ from curvssl.data.named import DATASETS, Dataset, Split, channel_statistics, loa
 from curvssl.data.sources import SHA256
 
 PARTS = ("train-images", "train-labels", "test-images", "test-labels")
-MNIST_COUNTS = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]  # of 60,000, as every textbook lists them
-# Channels, side, train, test, and the mean and deviation that everybody's recipes quote.
+MNIST_COUNTS = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]  # of 60,000, the well-known counts
+# Channels, side, train, test, and the mean and deviation that are commonly used.
 KNOWN: dict[str, tuple[int, int, int, int, tuple[float, ...], tuple[float, ...]]] = {
     "digits": (1, 8, 1437, 360, (0.3054,), (0.3758,)),
     "mnist": (1, 28, 60000, 10000, (0.1307,), (0.3081,)),
@@ -46,7 +46,7 @@ def labels_of(split: Split) -> torch.Tensor:
     return split.labels
 
 
-# ---- digits, which needs neither network nor cache
+# ---- digits, which need neither network nor cache
 
 
 def test_digits_loads_without_touching_the_disk(tmp_path: Path) -> None:
@@ -75,11 +75,11 @@ def test_digits_split_is_one_fifth_of_every_class() -> None:
     assert ((train + test) / 5 - test).abs().max() < 1
 
 
-# ---- what every dataset must be
+# ---- all datasets
 
 
 def cached(name: str) -> Dataset:
-    """The dataset from this machine's own cache; the tests never download the large ones."""
+    """The dataset from the local cache; the tests never download the large ones."""
     root = Path(os.environ.get("CURVSSL_DATA") or "~/.cache/curvssl").expanduser()
     if name != "digits" and not all((root / name / f"{part}.npy").exists() for part in PARTS):
         pytest.skip(f"{name} is not in {root}: run `curvssl data {name}` to test it")
@@ -150,7 +150,7 @@ def test_no_address_is_written_in_the_source() -> None:
         assert "://" not in Path(module.__file__).read_text(encoding="utf-8")
 
 
-# ---- the cache, with digits as the set that is kept in it
+# ---- the cache, with digits as its dataset
 
 
 def digits_arrays() -> sources.Arrays:
@@ -207,7 +207,7 @@ def test_truncated_file_is_never_read(length: int, tmp_path: Path) -> None:
         read_only(tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore:Reading `.npy`:UserWarning")  # numpy mends some broken headers, and says so
+@pytest.mark.filterwarnings("ignore:Reading `.npy`:UserWarning")  # numpy repairs some broken headers with a warning
 def test_any_flipped_bit_of_the_header_is_detected_or_harmless(tmp_path: Path) -> None:
     keep_digits(tmp_path)
     path, expected = tmp_path / "digits" / "test-images.npy", digits_arrays()["test-images"]
@@ -290,7 +290,7 @@ def python(code: str, *arguments: object) -> subprocess.Popen[str]:
 
 
 def test_process_killed_in_the_middle_of_a_write_leaves_the_old_file_whole(tmp_path: Path) -> None:
-    """A limit on the size of files makes the kernel stop the writer at exactly byte 1,000,000 of 3,000,128."""
+    """With a limit on file size, the kernel stops the writer at exactly byte 1,000,000 of 3,000,128."""
     code = """
 import resource, signal, sys
 import numpy as np
@@ -316,7 +316,7 @@ write(np.full(3_000_000, 3, dtype=np.uint8))
     assert child.returncode == -signal.SIGXFSZ
     assert (np.load(path) == np.full(3_000_000, 1)).all()
     assert [half.stat().st_size for half in path.parent.glob(".*.part")] == [1_000_000]
-    keep_digits(tmp_path)  # the half file is swept away, and the array that is not digits replaced
+    keep_digits(tmp_path)  # removes the half file and replaces the array that is not digits
     assert not list(path.parent.glob(".*.part"))
     read_only(tmp_path)
 
@@ -349,7 +349,7 @@ sources.stored("digits", {"slow": slow}, root=Path(sys.argv[1]), source="auto")
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
-    """A folder, and the address under which a real server offers it."""
+    """A folder, and the address of a real web server for it."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, format: str, *args: object) -> None: ...
@@ -484,7 +484,7 @@ def test_without_any_network_the_error_is_one_line_with_a_remedy(
 def test_debians_fashion_mnist_is_the_original_behind_torchvisions_md5(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Debian drops the name and time from the gzip headers; put back, the files are those torchvision downloads."""
+    """Debian removes name and time from the gzip headers; with them the files equal torchvision's downloads."""
     from torchvision.datasets import FashionMNIST
 
     if shutil.which("apt-get") is None:

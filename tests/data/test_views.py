@@ -28,7 +28,7 @@ OFF = {
     "blur": 0,
     "solarize": 0,
 }
-# torch 2.11's compiler calls what torch 2.11 deprecates, and recommends TensorFloat32 where we compare in float32.
+# torch 2.11's compiler uses a function that torch 2.11 deprecates, and recommends TF32 where we compare in float32.
 compiles = pytest.mark.filterwarnings(
     "ignore:.*torch.jit.script_method:DeprecationWarning", "ignore:TensorFloat32 tensor cores"
 )
@@ -36,7 +36,7 @@ STRONG = {"rotation": 20, "blur": 0.5, "solarize": 0.4}
 
 
 def photos(b: int, c: int = 3, h: int = 32, w: int = 32, seed: int = 0) -> Tensor:
-    """Smooth uint8 images with some pure black, white and grey in them, where hue is undefined."""
+    """Smooth uint8 images with some pure black, white and grey pixels, whose hue is undefined."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.rand(b, c, 5, 5, generator=generator) * 1.6 - 0.3
     x = torch.nn.functional.interpolate(x, size=(h, w), mode="bicubic").clamp(0, 1)
@@ -168,7 +168,7 @@ def test_prepare_replicates_grey_to_rgb() -> None:
 def box_by_the_loop(
     u: np.ndarray, height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[int, int, int, int]:
-    """One image's box in plain Python: the attempts one after another, then the central box."""
+    """The box of one image in plain Python: one attempt after another, then the central box."""
     for u_area, u_ratio in zip(u[:10], u[10:20], strict=True):
         area = height * width * (scale[0] + (scale[1] - scale[0]) * u_area)
         aspect = math.exp(math.log(ratio[0]) + math.log(ratio[1] / ratio[0]) * u_ratio)
@@ -266,7 +266,7 @@ def test_rotation_is_uniform_between_minus_and_plus_the_angle() -> None:
 
 
 def view_by_torchvision(model: Augment, image: Tensor, u: Tensor) -> Tensor:
-    """One view with torchvision's functional; u (1, draws) is read through the model's own drawing functions."""
+    """One view with torchvision's functional; the model's own functions turn u (1, draws) into parameters."""
     recipe, named = model.recipe, model.named(u)
     size = {"height": image.shape[-2], "width": image.shape[-1]}
     box = augment.crop_box(named["crop"], **size, scale=recipe.crop_scale, ratio=recipe.crop_ratio)
@@ -298,7 +298,7 @@ def test_views_equal_torchvisions_image_by_image(height: int, width: int, size: 
     images, u = photos(64, 3, height, width), uniforms(64, model.draws)
     theirs = torch.stack([view_by_torchvision(model, image, row[None]) for image, row in zip(images, u, strict=True)])
     gap = (model(images, u) - theirs).abs()
-    # Solarize jumps at one half, so that a pixel within rounding of it may fall on either side.
+    # Solarize jumps at one half, so a pixel that equals one half up to rounding may fall on either side.
     assert (gap > 2e-4).float().mean() < 1e-3
 
 

@@ -1,4 +1,4 @@
-"""Features of a frozen encoder: right, and without a trace on the encoder."""
+"""Features of a frozen encoder: correct, and the encoder does not change."""
 
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def test_the_batch_size_does_not_change_the_features():
 
 def test_weights_buffers_and_modes_are_bit_identical_before_and_after():
     f, g = encoder().train(), nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
-    f[1].eval()  # a BatchNorm frozen by its owner stays frozen
+    f[1].eval()  # a BatchNorm that the user froze stays frozen
     before = [state(f), state(g)]
     modes = [module.training for net in (f, g) for module in net.modules()]
     extract(f, images(), **VIEW, projector=g)
@@ -134,4 +134,4 @@ def test_cuda_gives_the_features_of_the_cpu():
     on_cpu = extract(encoder(), images(), **VIEW).h
     on_cuda = extract(encoder(), images(), **VIEW, device="cuda").h
     assert on_cuda.device.type == "cpu"
-    torch.testing.assert_close(on_cuda, on_cpu, rtol=1e-5, atol=1e-6)  # where TF32 would be 1e-3 off
+    torch.testing.assert_close(on_cuda, on_cpu, rtol=1e-5, atol=1e-6)  # with TF32 the error would be 1e-3

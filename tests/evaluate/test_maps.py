@@ -1,4 +1,4 @@
-"""Maps: the same bits for the same seed, islands for clusters, files that open."""
+"""Maps: the same bits for the same seed, separate clusters, valid files."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def test_trustworthiness_is_one_for_the_points_themselves_and_chance_for_noise()
 
 
 def test_silhouette_is_worked_out_by_hand_for_two_pairs():
-    # Pairs one apart, the pairs ten apart: a = 1, b = mean distance to the other pair, s = (b − a) / b.
+    # Two pairs at distance 10, distance 1 inside a pair: a = 1, b = mean distance to the other pair, s = (b − a) / b.
     xy = torch.tensor([[0.0, 0], [0, 1], [10, 0], [10, 1]])
     b = (10 + np.sqrt(101)) / 2
     quality = map_quality(xy, xy, labels=torch.tensor([0, 0, 1, 1]))

@@ -1,4 +1,4 @@
-"""Probes against scikit-learn, torch.nn and loops; what they may and may not look at."""
+"""Probes against scikit-learn, torch.nn and loops, and which data they may use."""
 
 import json
 
@@ -17,7 +17,7 @@ Data = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def blobs(*, n: int = 600, d: int = 12, classes: int = 4, spread: float = 1.6, seed: int = 0) -> Data:
-    """Overlapping Gaussian clouds, half for training: no classifier gets all of them right."""
+    """Overlapping Gaussian clouds, half for training: no classifier is right on all points."""
     g = torch.Generator().manual_seed(seed)
     centres = torch.randn(classes, d, generator=g)
     y = torch.arange(n) % classes
@@ -26,7 +26,7 @@ def blobs(*, n: int = 600, d: int = 12, classes: int = 4, spread: float = 1.6, s
 
 
 def xor(n: int = 1200) -> Data:
-    """The label is the sign of x₁x₂: no line tells the classes apart."""
+    """The label is the sign of x₁x₂: no line separates the classes."""
     x = torch.randn(n, 2, generator=torch.Generator().manual_seed(0))
     y = (x[:, 0] * x[:, 1] > 0).long()
     return x[: n // 2], y[: n // 2], x[n // 2 :], y[n // 2 :]
@@ -49,8 +49,8 @@ def test_a_linear_head_converges_to_scikit_learns_ridge_penalised_minimum():
 
     h, y, h_test, _ = blobs(n=400)
     x, x_test = standardised(h, h_test)
-    # Mean loss + (decay/2)‖w‖² is scikit-learn's C Σ loss + ½‖w‖² with C = 1/(n · decay); our bias decays as a weight
-    # does, so theirs is the weight of a column of ones. 200 rows are one batch: gradient descent, without noise.
+    # Mean loss + (decay/2)‖w‖² is scikit-learn's C Σ loss + ½‖w‖² with C = 1/(n · decay). Our bias has weight decay, so
+    # theirs is the weight of a column of ones. 200 rows are one batch: gradient descent without noise.
     one, one_test = (np.pad(t.double().numpy(), ((0, 0), (0, 1)), constant_values=1) for t in (x, x_test))
     theirs = LogisticRegression(C=1 / (200 * 0.01), fit_intercept=False, tol=1e-8, max_iter=1000).fit(one, y.numpy())
     rows = torch.arange(200)[None]
@@ -100,7 +100,7 @@ def test_two_heads_are_two_torch_nn_networks_trained_with_torch_optim(head):
     x, x_test = (t.double() for t in standardised(h, h_test))
     seeds, lr, decay, epochs = (3, 8), 0.05, 1e-2, 4
     usual = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)  # so that a difference is an error, not rounding
+    torch.set_default_dtype(torch.float64)  # so that a difference cannot be rounding
     try:
         rows = torch.stack([torch.arange(350), torch.arange(350).flip(0)])
         heads = [(seeds[0], lr), (seeds[1], lr / 2)]
@@ -119,13 +119,13 @@ def test_two_heads_are_two_torch_nn_networks_trained_with_torch_optim(head):
 def _with_torch_nn(
     x: Tensor, y: Tensor, x_test: Tensor, first: list[Tensor], order: Tensor, *, lr: float, decay: float
 ) -> Tensor:
-    """The probe as anyone would write it: modules, torch.optim.SGD and its cosine schedule, batches of 256."""
+    """The usual implementation of the probe: modules, torch.optim.SGD and its cosine schedule, batches of 256."""
     net: nn.Module
     if len(first) == 2:
         net = nn.Linear(12, 4)
         start = [first[0].T, first[1][0]]
     else:
-        # momentum=None averages the statistics of all batches; below it sees one batch, the whole training set.
+        # momentum=None averages the statistics of all batches; below there is one batch, the whole training set.
         net = nn.Sequential(
             nn.Linear(12, 512, bias=False), nn.BatchNorm1d(512, momentum=None), nn.ReLU(), nn.Linear(512, 4)
         )
@@ -146,7 +146,7 @@ def _with_torch_nn(
             if isinstance(module, nn.BatchNorm1d):
                 module.reset_running_stats()
                 net(x)
-                # torch keeps the unbiased variance; ours divides by n, as the training batches do.
+                # torch stores the unbiased variance; ours divides by n, as in the training batches.
                 module.running_var *= (len(x) - 1) / len(x)
         return net.eval()(x_test).softmax(-1)
 
@@ -160,7 +160,7 @@ def test_a_seeds_result_does_not_depend_on_the_other_seeds_of_the_pass(name: str
     assert (together.predictions == alone[0].predictions).double().mean() > 0.99
     for ours, theirs in zip(together.accuracy, alone, strict=True):
         assert ours == pytest.approx(theirs.accuracy[0], abs=1)
-    # The seeds do differ from each other, or the test above would say nothing.
+    # The seeds give different results, or the test above would prove nothing.
     assert not torch.allclose(alone[0].confidence, alone[1].confidence, rtol=0, atol=1e-3)
 
 

@@ -1,3 +1,5 @@
+"""Evaluation of run directories: features, probes, comparisons, maps."""
+
 import dataclasses
 import json
 import statistics
@@ -23,14 +25,14 @@ ONCE = dataclasses.replace(TINY, method="vicreg", epochs=1, warmup_epochs=0)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Run]]:
-    """Two runs that differ in their seed alone, probed."""
+    """Two probed runs that differ only in their seed."""
     with one_thread():
         yield probed_runs(tmp_path_factory.mktemp("runs"))
 
 
 def probed_runs(where: Path) -> list[Run]:
     made = [pretrain(dataclasses.replace(ONCE, seed=s), out=where / f"seed{s}", progress=False) for s in (0, 1)]
-    # The second was made in another way, which decides nothing.
+    # The second has another setting that does not change the result.
     config = json.loads((made[1].path / "config.json").read_text()) | {"checkpoint_seconds": 7.0}
     (made[1].path / "config.json").write_text(json.dumps(config))
     runs = [Run.read(run.path) for run in made]
@@ -46,7 +48,7 @@ def test_a_probe_leaves_weights_and_buffers_as_they_were(runs: list[Run]):
 
 def test_features_are_what_the_frozen_encoder_gives(runs: list[Run]):
     digits = data.load("digits")
-    pixels = digits.test.images.pixels.float() / 255  # 8×8 already: nothing to resize
+    pixels = digits.test.images.pixels.float() / 255  # already 8×8: no resize
     x = ((pixels - digits.mean[0]) / digits.std[0]).repeat(1, 3, 1, 1)
     with torch.no_grad():
         h = curvssl.load_encoder(runs[0].path)(x)

@@ -1,4 +1,4 @@
-"""Real processes over gloo: every rank has the loss of the whole batch, and DDP the gradient of one process."""
+"""Losses on several processes (gloo): every rank has the loss of the whole batch, DDP the gradient of one process."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from curvssl import BarlowTwinsLoss, Curvature, CurvSSLLoss, KernelCurvSSLLoss, VICRegLoss
 from curvssl import ranks as distributed
 
-IMAGES, FEATURES, EMBEDDING = 24, 6, 4  # 24 images are 12 for each of 2 ranks, 8 for each of 3
+IMAGES, FEATURES, EMBEDDING = 24, 6, 4  # 24 images: 12 for each of 2 ranks, 8 for each of 3
 LOSSES: dict[str, nn.Module] = {
     "barlow": BarlowTwinsLoss(lambda_emb=0.3),
     "vicreg": VICRegLoss(),
@@ -40,7 +40,7 @@ def model() -> nn.Module:
 
 
 def outcome(loss: Any, network: nn.Module, x: Tensor) -> Outcome:
-    """What one step computes: the terms, the loss, and the gradients of the network's parameters."""
+    """The results of one step: the terms, the loss, and the gradients of the network's parameters."""
     z0, z1 = network(x.flatten(0, 1)).chunk(2)
     terms = loss.terms(z0, z1)
     value = loss.weigh(terms)
@@ -50,7 +50,7 @@ def outcome(loss: Any, network: nn.Module, x: Tensor) -> Outcome:
 
 
 def work(rank: int, ranks: int, folder: str) -> None:
-    """One rank: its part of the batch through every loss, the outcomes written to the folder."""
+    """One rank: compute every loss on its part of the batch, and write the outcomes to the folder."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     x = images().chunk(ranks, 1)[rank]

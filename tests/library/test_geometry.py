@@ -1,4 +1,4 @@
-"""Curvature against loops in float64, other libraries, values by hand and the laws they must obey."""
+"""Curvature against loops in float64, other libraries, values by hand and mathematical laws."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +28,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-# ---- curvature, Eq. (6), and the polyhedron's, Eq. (5) ----
+# ---- curvature, Eq. (6), and curvature of polyhedra, Eq. (5) ----
 
 
 def test_curvature_matches_the_double_loop_in_float64() -> None:
@@ -63,13 +63,13 @@ def test_edges_in_pairs_of_opposites_have_curvature_minus_k_over_two() -> None:
     torch.testing.assert_close(curvature(x, k=6)[0], torch.tensor(-3.0))
 
 
-# name: cosines of the face angles, of all pairs of edges, and Descartes's defect
+# name: sum of the cosines of the face angles, sum over all pairs of edges, Descartes's defect
 BY_HAND = {
     "tetrahedron": (3 / 2, 3 / 2, np.pi),
     "cube": (0, 0, np.pi / 2),
     "octahedron": (4 / 2, 4 / 2, 2 * np.pi / 3),  # the two pairs of opposite edges are at right angles
     "dodecahedron": (3 * np.cos(0.6 * np.pi), 3 * np.cos(0.6 * np.pi), np.pi / 5),
-    "icosahedron": (5 / 2, 5 / 2 + 5 * np.cos(0.6 * np.pi), np.pi / 3),  # edges two apart span a pentagon's angle
+    "icosahedron": (5 / 2, 5 / 2 + 5 * np.cos(0.6 * np.pi), np.pi / 3),  # edges two apart: the angle of a pentagon
 }
 
 
@@ -92,8 +92,8 @@ def test_torus_has_total_defect_zero_in_quadrangles_in_triangles_and_in_both() -
     for faces in (quads, torch.tensor(triangles), quads[:20] + triangles[40:]):
         defect = angular_defect(torch.as_tensor(vertices), faces)
         assert abs(defect.sum()) < 1e-11
-        assert defect.max() > 0.05  # the outside is curved like a sphere
-        assert defect.min() < -0.05  # the inside like a saddle
+        assert defect.max() > 0.05  # outside, as on a sphere
+        assert defect.min() < -0.05  # inside, as on a saddle
 
 
 def test_moved_torus_keeps_total_defect_zero_because_only_topology_counts() -> None:
@@ -213,7 +213,7 @@ def test_polyhedron_curvature_and_defect_have_the_gradient_of_their_differences(
 
 def test_zero_edges_contribute_nothing_and_have_a_zero_gradient() -> None:
     x = normal(12, 3)
-    x[1:5] = x[0]  # the four nearest of point 0 are equal to it: no edge has a direction
+    x[1:5] = x[0]  # the four nearest neighbours of point 0 are equal to it: no edge has a direction
     x.requires_grad_()
     c = curvature(x, k=4)
     assert (c[:5] == 0).all()
@@ -283,7 +283,7 @@ def test_curvature_generated_by_inductor_equals_eager() -> None:
 
 @pytest.mark.parametrize("name", TRACED)
 def test_score_asks_no_value_of_an_accelerator(name: str) -> None:
-    with FakeTensorMode():  # its tensors have a device and a shape, but no values that a host could read
+    with FakeTensorMode():  # fake tensors have a device and a shape, but no values that the host could read
         assert TRACED[name](torch.randn(20, 3, device="cuda")).device.type == "cuda"
         x = torch.randn(20, 3, dtype=torch.float64, requires_grad=True)
         TRACED[name](x).sum().backward()
@@ -291,7 +291,7 @@ def test_score_asks_no_value_of_an_accelerator(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", sorted(TRACED.keys() - {"defect"}))  # whose faces come from the host
+@pytest.mark.parametrize("name", sorted(TRACED.keys() - {"defect"}))  # its faces come from the host
 def test_score_is_captured_in_a_cuda_graph(name: str) -> None:
     x = normal(64, 3).float().cuda().requires_grad_()
     score = TRACED[name]

@@ -1,4 +1,4 @@
-"""Kernels against scikit-learn's, and gamma against its definitions."""
+"""Kernels against scikit-learn's, and γ against its definitions."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ def test_scikit_learn_has_every_kernel() -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel_is_scikit_learns_over_every_batch_of_rows(name: str) -> None:
     a, b = normal(2, 3, 7, 5), normal(2, 3, 4, 5, seed=1)
-    a[0, 0, 0] = 0  # a zero vector has a cosine of 0 with everything
+    a[0, 0, 0] = 0  # a zero vector has cosine 0 with every vector
     gram = KERNELS[name](a, b, gamma=GAMMA)
     assert gram.shape == (2, 3, 7, 4)
     for i, j in np.ndindex(2, 3):
@@ -93,7 +93,7 @@ def width(x: Tensor, *, gamma: float | str, kernel: str = "rbf") -> np.ndarray:
 
 
 def median_distance(x: np.ndarray, *, order: int) -> float:
-    """The median over the points of each one's median distance to the others."""
+    """The median over the points of each point's median distance to the others."""
     n = len(x)
     assert n % 2 == 0, "with an even number of others a median is a convention"
     medians = [np.median([np.linalg.norm(x[i] - x[j], ord=order) for j in range(n) if j != i]) for i in range(n)]

@@ -1,4 +1,4 @@
-"""The four losses against the paper's equations, lightly's baselines, and all that must hold of them."""
+"""The four losses against the paper's equations and lightly's losses, and the properties they must have."""
 
 from collections.abc import Callable
 from functools import partial
@@ -34,7 +34,7 @@ every_loss = pytest.mark.parametrize("name", LOSSES)
 
 
 def views(b: int = 16, d: int = 4, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Two embeddings of the same images that agree, but not wholly."""
+    """Two embeddings of the same images that are similar, but not equal."""
     z = torch.randn((2, b, d), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return z[0], z[0] + 0.5 * z[1]
 
@@ -86,7 +86,7 @@ def test_defaults_are_the_papers() -> None:
 def test_barlow_twins_is_lightlys_where_epsilon_is_negligible(weight: float) -> None:
     from lightly.loss import BarlowTwinsLoss as Lightlys  # type: ignore[import-untyped]
 
-    z0, z1 = (1000 * z for z in views(64, 8))  # lightly adds 1e-5 to the variance, we to the deviation
+    z0, z1 = (1000 * z for z in views(64, 8))  # lightly adds 1e-5 to the variance, we add it to the deviation
     ours = value_and_gradients(BarlowTwinsLoss(lambda_emb=weight, eps=1e-8), z0, z1)
     theirs = value_and_gradients(Lightlys(lambda_param=weight), z0, z1)
     for mine, its in zip(ours, theirs, strict=True):
@@ -209,12 +209,12 @@ def test_loss_computes_in_at_least_float32_inside_and_outside_autocast(name: str
     assert outside[1].dtype == dtype
     torch.testing.assert_close(inside, outside, rtol=0, atol=0)
     torch.testing.assert_close(outside[0].double(), exact[0], rtol=1e-5, atol=1e-5)
-    coarse = max(torch.finfo(dtype).eps, 1e-4)  # a gradient is handed back in the dtype of the embedding
+    coarse = max(torch.finfo(dtype).eps, 1e-4)  # a gradient is returned in the dtype of the embedding
     for ours, its in zip(outside[1:], exact[1:], strict=True):
         torch.testing.assert_close(ours.double(), its, rtol=coarse, atol=1e-3)
 
 
-# A γ taken from the points is held fixed in the gradient: see the next test.
+# A γ that is computed from the points is constant in the gradient: see the next test.
 @pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"median rbf", "median laplacian", "scale rbf"}))
 def test_loss_has_the_gradient_of_its_differences(name: str) -> None:
     z0, z1 = views(9, 3)
@@ -355,7 +355,7 @@ def test_loss_generated_by_inductor_equals_eager() -> None:
 
 @every_loss
 def test_loss_asks_no_value_of_an_accelerator(name: str) -> None:
-    with FakeTensorMode():  # its tensors have a device and a shape, but no values that a host could read
+    with FakeTensorMode():  # fake tensors have a device and a shape, but no values that the host could read
         z = torch.randn(2, 16, 4, device="cuda")
         assert LOSSES[name]()(*z).device.type == "cuda"
         value_and_gradients(LOSSES[name](), *torch.randn(2, 16, 4))
@@ -366,7 +366,7 @@ def test_loss_asks_no_value_of_an_accelerator(name: str) -> None:
 def test_loss_with_gradient_is_captured_in_a_cuda_graph(name: str) -> None:
     z0, z1 = (z.float().cuda().requires_grad_() for z in views(256, 16))
     loss = LOSSES[name]()
-    with torch.cuda.stream(torch.cuda.Stream()):  # warm up as capture demands: on another stream
+    with torch.cuda.stream(torch.cuda.Stream()):  # capture requires a warm-up on another stream
         value = loss(z0, z1)
         expected = value.detach(), *torch.autograd.grad(value, (z0, z1))
     torch.cuda.synchronize()
@@ -382,14 +382,14 @@ def test_loss_with_gradient_is_captured_in_a_cuda_graph(name: str) -> None:
 
 @pytest.mark.parametrize("weight", [1.0, 0.05])
 def test_of_d_features_in_r_dimensions_the_views_agree_best_by_r_over_r_plus_lambda_d_minus_r(weight: float) -> None:
-    """The trap of docs/reproduction.md, built exactly: r orthogonal signals, each seen by d/r features."""
+    """The trap of docs/reproduction.md, constructed exactly: r orthogonal signals, each in d/r features."""
     b, d, r = 64, 24, 3
     noise = torch.randn(b, 2 * r, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     signals = torch.linalg.qr(noise - noise.mean(0))[0]  # of mean 0, orthogonal
     loss = BarlowTwinsLoss(lambda_emb=weight, eps=0.0)
 
     def at(c: float) -> float:
-        """The loss if the second view's signals correlate with the first's by c."""
+        """The loss if the signals of the two views have correlation c."""
         other = c * signals[:, :r] + (1 - c**2) ** 0.5 * signals[:, r:]
         return float(loss(signals[:, :r].repeat(1, d // r), other.repeat(1, d // r)))
 

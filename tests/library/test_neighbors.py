@@ -1,4 +1,4 @@
-"""Nearest neighbours: exact whatever lies far away, never the point itself, in memory that grows as n."""
+"""Nearest neighbours: exact also with far outliers, never the point itself, in memory that grows as n."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def all_distances(x: Tensor) -> Tensor:
-    """Every distance in float64 from the differences themselves; a point is infinitely far from itself."""
+    """Every distance in float64, from the differences; a point has infinite distance to itself."""
     x = x.double()
     distance = torch.stack([(x - row).norm(dim=1) for row in x])
     return distance.fill_diagonal_(torch.inf)
@@ -28,7 +28,7 @@ def assert_nearest(index: Tensor, x: Tensor, *, k: int) -> None:
     distance = all_distances(x)
     assert index.shape == (len(x), k)
     assert index.dtype == torch.int64
-    # Distances, not indices: points on a grid of float32 may be equally far.
+    # Distances, not indices: points on the float32 grid may be at equal distances.
     torch.testing.assert_close(distance.gather(1, index), distance.sort().values[:, :k], rtol=1e-13, atol=0)
 
 
@@ -78,7 +78,7 @@ def offset_and_outlier(x: Tensor) -> Tensor:
 def test_neighbours_are_exact_in_float32_whatever_lies_far_away(
     disturb: Callable[[Tensor], Tensor], compiled: bool
 ) -> None:
-    x = disturb(normal(2600, 16).float())  # enough to rank by the least of each group first
+    x = disturb(normal(2600, 16).float())  # enough points for the search that first compares the minima of groups
     search = torch.compile(nearest_neighbors, fullgraph=True, backend="eager") if compiled else nearest_neighbors
     torch._dynamo.reset()
     assert_nearest(search(x, k=10), x, k=10)
@@ -135,7 +135,7 @@ print(peak() - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of resident memory from /proc")
 def test_the_search_never_holds_all_distances() -> None:
-    """Of 18,000 points they are 1,296 MB. How memory grows with n is measured in benchmarks/losses.py."""
+    """For 18,000 points these are 1,296 MB. benchmarks/losses.py measures how memory grows with n."""
     program = MEMORY.replace("POINTS", "18_000")
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert float(child.stdout) < 1296 / 2

@@ -1,4 +1,4 @@
-"""The outlier detector: scikit-learn's contract, values by hand, and LocalOutlierFactor as a second opinion."""
+"""The outlier detector against scikit-learn's estimator checks, values by hand, and LocalOutlierFactor."""
 
 import pickle
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from curvssl import CurvatureOutlierDetector, curvature, kernel_curvature
 
-KERNELS_THAT_RANK = (None, "linear", "rbf", "laplacian")  # cosine and polynomial look at the data from the origin
+KERNELS_THAT_RANK = (None, "linear", "rbf", "laplacian")  # cosine and polynomial depend on the origin
 
 
 def cloud_with_outliers(*, inner: int = 300, outer: int = 15, d: int = 5) -> tuple[np.ndarray, np.ndarray]:
-    """A Gaussian cloud, and points of norm 12 around it; the labels are 1 for the latter."""
+    """A Gaussian cloud, and outliers of norm 12 around it; the labels are 1 for the outliers."""
     rng = np.random.default_rng(0)
     far = rng.normal(size=(outer, d))
     far *= 12 / np.linalg.norm(far, axis=1, keepdims=True)
     return np.concatenate((rng.normal(size=(inner, d)), far)), np.repeat((0, 1), (inner, outer))
 
 
-@pytest.mark.filterwarnings("ignore:n_neighbors=10 needs more")  # some of the checks bring ten samples
+@pytest.mark.filterwarnings("ignore:n_neighbors=10 needs more")  # some checks use only ten samples
 @parametrize_with_checks(
     [
         CurvatureOutlierDetector(),
@@ -86,7 +86,7 @@ def test_equal_training_points_are_each_others_neighbours() -> None:
 
 def test_the_score_of_a_new_point_is_that_of_the_same_point_in_the_training_set() -> None:
     x, _ = cloud_with_outliers()
-    # The last row is nobody's neighbour but takes part as a centre: its own score needs only the others.
+    # The score of the last row depends only on the other rows, so it may be left out of `fit`.
     detector = CurvatureOutlierDetector().fit(x[:-1])
     assert detector.score_samples(x[-1:])[0] == pytest.approx(-curvature(torch.tensor(x))[-1].item())
 

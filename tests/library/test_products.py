@@ -1,4 +1,4 @@
-"""Products keep all digits of float32, whatever torch's settings allow; so do the losses."""
+"""Products and losses keep full float32 precision, whatever torch's settings allow."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from curvssl.kernels import exact_product, product
 
 @contextmanager
 def rounding(device: str, precision: str) -> Iterator[None]:
-    """torch may round the factors of float32 products on this kind of device."""
+    """Allow torch to round the factors of float32 products on this kind of device."""
     backends: Any = torch.backends
     matmul = backends.cuda.matmul if device == "cuda" else backends.mkldnn.matmul
     before = matmul.fp32_precision
@@ -60,7 +60,7 @@ def test_a_loss_on_the_device_has_the_digits_of_float32_where_tf32_is_allowed(lo
     with rounding("cuda", "tf32"):
         a = normal(512, 512, device="cuda")
         wrong = (a @ a).double() - a.double() @ a.double()
-        assert float(wrong.norm() / (a.double() @ a.double()).norm()) > 1e-4  # the setting is in force
+        assert float(wrong.norm() / (a.double() @ a.double()).norm()) > 1e-4  # the setting has an effect
         ours = [z.cuda().requires_grad_() for z in (z0, z1)]
         value = loss(*ours)
         found = torch.autograd.grad(value, ours)

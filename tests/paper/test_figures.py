@@ -1,4 +1,4 @@
-"""Figures: records that say what scikit-learn says, panels that show every point and row, the same bytes each time."""
+"""Figures: quality as in scikit-learn, panels with every point and row, the same bytes each time."""
 
 import json
 import subprocess
@@ -45,7 +45,7 @@ def test_a_record_is_json_and_its_quality_is_scikit_learns_on_the_points_it_keep
     xy = np.stack([record["x"], record["y"]], 1)
     assert (xy == xy.round(3)).all()
     quality = record["quality"]
-    # Whole-numbered pixels have equal distances, whose ranks depend on the order of the points.
+    # Integer pixels give equal distances, whose ranks depend on the order of the points.
     assert quality["trustworthiness"] == pytest.approx(trustworthiness(pixels, xy, n_neighbors=15), abs=1e-4)
     assert quality["silhouette"] == pytest.approx(silhouette_score(xy, labels))
 
@@ -113,8 +113,8 @@ def test_curves_have_a_panel_for_each_key_and_pass_over_rows_that_lack_it():
     ]
     assert {axes.get_xlabel() for axes in figure.axes} == {"epoch"}
     colour = {(line.get_label(), line.get_color()) for axes in figure.axes for line in axes.lines}
-    assert colour == {("a", COLOURS[0]), ("b", COLOURS[1])}  # one for each cell, in all panels
-    assert figure.axes[1].lines[0].get_marker() == "o"  # a line of one point would not be seen
+    assert colour == {("a", COLOURS[0]), ("b", COLOURS[1])}  # one per cell, the same in all panels
+    assert figure.axes[1].lines[0].get_marker() == "o"  # a line with one point would be invisible
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b"]
 
 
@@ -158,7 +158,7 @@ def test_figures_are_the_same_bytes_from_their_json_in_a_process_that_has_no_uma
     for file in files:
         assert file.read_bytes() == (tmp_path / file.name).read_bytes(), file.name
     assert b"/CreationDate" not in files[1].read_bytes()
-    assert b"/Subtype /Image" in files[1].read_bytes()  # the points are pixels
+    assert b"/Subtype /Image" in files[1].read_bytes()  # the points are rasterized
     assert b"/Subtype /Image" not in files[3].read_bytes()
     with Image.open(files[0]) as image:
         assert image.size == (1120, 660)  # 5.6 × 3.3 inches at 200 dpi

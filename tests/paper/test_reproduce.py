@@ -1,4 +1,4 @@
-"""The reproduction: studies, cells that are not run twice, tables from the JSON alone."""
+"""The reproduction: studies, no cell runs twice, tables come from the JSON alone."""
 
 import dataclasses
 import json
@@ -84,13 +84,13 @@ def test_a_study_is_run_once_and_its_cells_say_where_they_come_from(tmp_path: Pa
 def test_of_two_processes_each_takes_what_the_other_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(studies.STUDIES, "tiny", tiny)
     where = {"results": tmp_path / "results", "runs": tmp_path / "runs"}
-    with lock(tmp_path / "runs/tiny/digits-barlow-twins-seed0/cell"):  # as another process would hold it
+    with lock(tmp_path / "runs/tiny/digits-barlow-twins-seed0/cell"):  # as if another process were running it
         assert reproduce.run_study("tiny", **where) == ["digits-curvssl-seed0"]
     assert reproduce.run_study("tiny", **where) == ["digits-barlow-twins-seed0"]
 
 
 def test_settings_are_chosen_on_training_images_that_were_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The test images are not there to be looked at."""
+    """The test images are not available."""
     chosen = {"digits-vicreg-held": dataclasses.replace(next(iter(tiny().values())), holdout=0.2)}
     monkeypatch.setitem(studies.STUDIES, "choice", lambda: chosen)
     reproduce.run_study("choice", results=tmp_path / "results", runs=tmp_path / "runs")
@@ -98,7 +98,7 @@ def test_settings_are_chosen_on_training_images_that_were_held_out(tmp_path: Pat
     assert found["judged_on"] == "held-out training images"
     held = int(0.2 * 1437)
     right = found["probes"]["knn"]["mean"] / 100 * held
-    assert right == pytest.approx(round(right), abs=1e-6)  # so many of the held-out images, not of another set
+    assert right == pytest.approx(round(right), abs=1e-6)  # a whole number of held-out images
     assert not (tmp_path / "runs/choice/digits-vicreg-held/features-test.npz").exists()
 
 
@@ -166,7 +166,7 @@ def test_maps_and_figures_are_made_once_from_what_lies_in_runs_and_results(
     first = reproduce.draw_figures("faithful", results=where["results"])
     assert [file.name for file in first] == ["curves-faithful-digits.png", "umap-faithful-digits.png"]
     bytes_drawn = [file.read_bytes() for file in first]
-    for folder in ("runs", "results/figures"):  # neither is needed to draw them again
+    for folder in ("runs", "results/figures"):  # neither is needed to draw the figures again
         shutil.rmtree(tmp_path / folder)
     again = reproduce.draw_figures("faithful", results=where["results"])
     assert [file.read_bytes() for file in again] == bytes_drawn

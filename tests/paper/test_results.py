@@ -1,4 +1,4 @@
-"""Every table in README and docs is what results/ says, and every result says where it comes from."""
+"""Every table in README and docs agrees with results/, and every result has its provenance."""
 
 import json
 import runpy

@@ -1,3 +1,5 @@
+"""The command line: help, flags, presets, and errors of one line."""
+
 import dataclasses
 import inspect
 import re
@@ -23,7 +25,7 @@ def parsed(*arguments: str) -> PretrainConfig:
 
 
 def other(config: Any, field: dataclasses.Field[Any]) -> Any:
-    """A value that is allowed and differs from the one the configuration has."""
+    """An allowed value that differs from the one in the configuration."""
     value = getattr(config, field.name)
     if field.name in CHOICES:
         return next(choice for choice in CHOICES[field.name] if choice != value)
@@ -191,7 +193,7 @@ def test_a_reader_that_goes_away_is_no_error():
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("rule", ["─", "-"])  # terminals without UTF-8 get the second
+@pytest.mark.parametrize("rule", ["─", "-"])  # the second is for terminals without UTF-8
 def test_a_message_in_a_box_becomes_one_line(rule: str):
     box = f"╭─ Parsing error ─╮\n│ First half │\n second half \n{rule * 20}\n│ For full helptext, run --help │\n╰──╯\n"
     assert one_line(box) == "First half second half"

@@ -1,3 +1,5 @@
+"""Configurations: JSON, presets, defaults, and which values are refused."""
+
 import dataclasses
 import inspect
 import json

@@ -1,3 +1,5 @@
+"""Encoders and projectors: shapes, weights from the seed, errors."""
+
 import dataclasses
 import math
 from pathlib import Path
@@ -75,7 +77,7 @@ def test_the_seed_decides_the_weights_and_the_callers_random_state_is_left_alone
 @pytest.mark.parametrize("size", [16, 32, 224])
 def test_a_vit_has_one_position_for_each_patch_of_the_image_size(size: int):
     net = make_encoder("timm:vit_tiny_patch16_224", size=size)
-    assert net.pos_embed.shape[1] == 1 + (size // 16) ** 2  # the class token has one too
+    assert net.pos_embed.shape[1] == 1 + (size // 16) ** 2  # the class token also has a position
     assert feature_dim(net, channels=3, size=size) == 192
 
 

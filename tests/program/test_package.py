@@ -1,4 +1,4 @@
-"""The package: light to import, and every public name where it is said to be."""
+"""The package: light to import, every public name exists, and the file tree in CONTRIBUTING.md is complete."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The house: with gpu/ removed all that is not about speed still works, and one thing to add is one thing to write."""
+"""The structure of the package: it works without gpu/, and a new loss is one class and one line."""
 
 import os
 import re
@@ -21,12 +21,12 @@ def python(*words: object, path: Path = ROOT) -> subprocess.CompletedProcess[str
 
 @pytest.fixture(scope="module")
 def without_gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the project in which nobody ever wrote gpu/."""
+    """A copy of the project without gpu/."""
     root = tmp_path_factory.mktemp("house")
     shutil.copytree(ROOT / "curvssl", root / "curvssl", ignore=shutil.ignore_patterns("gpu", "__pycache__"))
     shutil.copytree(ROOT / "tests", root / "tests", ignore=shutil.ignore_patterns("gpu", "__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", root)
-    # An editable installation would find what is missing in the copy where it was installed from.
+    # With an editable installation, Python would import the missing modules from the original folder.
     (root / "sitecustomize.py").write_text(
         "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]\n"
     )
@@ -34,7 +34,7 @@ def without_gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_without_gpu_the_losses_the_step_and_the_loop_pass_their_tests(without_gpu: Path):
-    """Some of them, for time; the law is that all tests outside tests/gpu pass."""
+    """Only some tests, to save time; the rule is that all tests outside tests/gpu pass."""
     missing = python("-c", "import curvssl.data.views, curvssl.gpu", path=without_gpu).stderr
     assert missing.splitlines()[-1] == "ModuleNotFoundError: No module named 'curvssl.gpu'"
     files = ("library/test_losses.py", "train/test_step.py", "train/test_loop.py")
@@ -54,7 +54,7 @@ def test_without_gpu_a_step_for_speed_is_refused_in_one_line(without_gpu: Path, 
 
 
 def test_a_new_loss_is_one_class_and_one_line(tmp_path: Path):
-    """Written here as CONTRIBUTING.md has it; the command line, the metrics, the table and the page know it at once."""
+    """Written as CONTRIBUTING.md describes; the command line, the metrics, the table and the page know it at once."""
     script = textwrap.dedent("""
         import sys
         import torch
@@ -94,7 +94,7 @@ def test_a_new_loss_is_one_class_and_one_line(tmp_path: Path):
     assert '"sharpness": 3.0' in (tmp_path / "run" / "config.json").read_text()
     assert re.search(r"^Agreement +\d\d", done.stdout, re.MULTILINE)
     assert "exponent of what is missing to 1" in done.stdout
-    unknown = python("-m", "curvssl", "probe", tmp_path / "run")  # and who does not have it, refuses it
+    unknown = python("-m", "curvssl", "probe", tmp_path / "run")  # the installed package does not know the method
     assert unknown.returncode == 2
     assert "unknown" in unknown.stderr
     assert unknown.stderr.count("\n") == 1

@@ -1,3 +1,5 @@
+"""Run directories: files, checkpoints, locks, provenance."""
+
 import dataclasses
 import json
 from pathlib import Path
@@ -136,7 +138,7 @@ def test_one_process_at_a_time_holds_a_run(tmp_path: Path):
 def test_saved_networks_come_back_to_the_last_bit(tmp_path: Path):
     run = Run.create(tmp_path, TINY)
     net = run.make_net(channels=3)
-    net(torch.randn(16, 3, 8, 8))  # moves the BatchNorms' buffers
+    net(torch.randn(16, 3, 8, 8))  # changes the BatchNorms' buffers
     run.save_net(net, channels=3)
     back = run.load_net().state_dict()
     assert back.keys() == net.state_dict().keys()

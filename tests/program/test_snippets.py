@@ -1,4 +1,4 @@
-"""Every Python block in the README and the guides runs as it stands, in a namespace of its own."""
+"""Every Python block in the README and the guides runs unchanged, in its own namespace."""
 
 import re
 from pathlib import Path
@@ -21,6 +21,6 @@ def snippets() -> list[object]:
 
 @pytest.mark.parametrize(("page", "line", "code"), snippets())
 def test_snippet_runs(page: Path, line: int, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # what a snippet writes, it writes here
-    # Blank lines in front, so that a traceback names the line of the page.
+    monkeypatch.chdir(tmp_path)  # for the files that a snippet writes
+    # Blank lines in front, so that a traceback has the line number of the page.
     exec(compile("\n" * (line - 1) + code, str(page), "exec"), {"__name__": "__main__"})

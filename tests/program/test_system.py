@@ -1,4 +1,4 @@
-"""The whole system through its real command line, on the data that needs no download."""
+"""The whole system through its command line, on data that needs no download."""
 
 import dataclasses
 import json
@@ -37,18 +37,18 @@ LONGER = dataclasses.replace(TINY, epochs=3, warmup_epochs=0, checkpoint_seconds
 
 @pytest.fixture(autouse=True, scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """The demo, begun before the other tests of this file so that it has the second core to itself."""
+    """The demo, started before the other tests of this file so that it has the second core to itself."""
     out = tmp_path_factory.mktemp("demo")
     with start("demo", "--out", out, "--epochs", "1") as process:
         yield process, out
         process.kill()
 
 
-# ---- learning happens ----
+# ---- training improves the features ----
 
 
 def knn_on_test(encoder: torch.nn.Module) -> float:
-    """Accuracy on the test digits of a kNN that knows the training digits."""
+    """Accuracy of kNN on the test digits, with the training digits as neighbours."""
     digits = data.load("digits")
     settings: dict[str, Any] = {"size": SHORT.image_size, "mean": digits.mean, "std": digits.std}
     known, asked = (extract(encoder, part.images, **settings).h for part in (digits.train, digits.test))
@@ -59,7 +59,7 @@ def knn_on_test(encoder: torch.nn.Module) -> float:
 def test_every_method_learns_features_that_beat_the_random_encoders(method: str):
     run = trained(method)
     before, after = knn_on_test(run.make_net(channels=3).encoder), knn_on_test(curvssl.load_encoder(run.path))
-    assert 80 < before < 90  # the floor, so that nobody takes it for learning
+    assert 80 < before < 90  # the accuracy without training
     assert after > before + 4
     losses = [row["loss"] for row in run.metrics()]
     assert losses[-1] < losses[0]
@@ -73,7 +73,7 @@ def pretraining(out: Path) -> list[str]:
 
 
 def wait_for(process: subprocess.Popen[str], out: Path, *, step: int) -> None:
-    """Until a checkpoint of this step or a later one lies there."""
+    """Wait for a checkpoint of this step or a later one."""
     while not any(int(file.stem.split("-")[1]) >= step for file in out.glob("checkpoint-*.pt")):
         assert process.poll() is None, process.communicate()
         time.sleep(0.003)
@@ -81,12 +81,12 @@ def wait_for(process: subprocess.Popen[str], out: Path, *, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that nothing interrupted, by the same command."""
+    """The uninterrupted run of the same command."""
     out = tmp_path_factory.mktemp("system") / "whole"
     said, bar = finish(start(*pretraining(out)))
     assert said.startswith(f"{out}: 3 epochs, loss ")
     assert re.search(r"100%.*loss .* views/s", bar)
-    assert re.search(r"\d\d:\d\d<\d\d:\d\d", bar)  # time passed and time left
+    assert re.search(r"\d\d:\d\d<\d\d:\d\d", bar)  # elapsed and remaining time
     assert [row["epoch"] for row in rows(out)] == [1, 2, 3]
     return out
 
@@ -96,7 +96,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(whole: Path, tmp_path: Path, c
     for step, moment in ((3, 0.0), (19, 0.05)):
         process = start(*pretraining(out))
         wait_for(process, out, step=step)
-        if step == 3:  # while it trains, nobody else may
+        if step == 3:  # while it trains, a second process is refused
             with pytest.raises(SystemExit) as end:
                 main(pretraining(out))
             assert end.value.code == 2
@@ -166,17 +166,18 @@ def test_the_demo_trains_probes_and_draws_all_four_methods(demo: tuple[subproces
 
 # ---- README ----
 
-README = (ROOT / "README.md").read_text() + (ROOT / "docs/guide.md").read_text()  # two commands; all others
+# README has two commands, the guide all others.
+README = (ROOT / "README.md").read_text() + (ROOT / "docs/guide.md").read_text()
 
 
 def readme_blocks() -> list[list[str]]:
-    """The lines of each of README's shell blocks, continued ones joined, without comments."""
+    """The lines of each shell block, without comments; continued lines are joined."""
     blocks = re.findall(r"^```(?:sh|bash)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
     lines = [block.replace("\\\n", " ").splitlines() for block in blocks]
     return [[shlex.join(shlex.split(line, comments=True)) for line in block] for block in lines]
 
 
-ONE_CORE = threading.Lock()  # for the large networks; the demo's pretraining, which takes longest, has the other
+ONE_CORE = threading.Lock()  # for the large networks; the demo, which takes longest, uses the other core
 LINES = [line for block in readme_blocks() for line in block]
 OURS = [line for line in LINES if line.startswith("curvssl ")]
 
@@ -187,7 +188,7 @@ def test_readmes_commands_are_commands():
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     assert {line.split()[1] for line in LINES if line.startswith("make ")} <= set(targets)
     fenced = "".join(README.split("```")[1::2])
-    assert len(OURS) == len(re.findall(r"^\W*curvssl ", fenced, flags=re.MULTILINE)) > 0  # none is overlooked
+    assert len(OURS) == len(re.findall(r"^\W*curvssl ", fenced, flags=re.MULTILINE)) > 0  # none is missed
     for line in OURS:
         words = shlex.split(line)[1:]
         tyro.extras.subcommand_cli_from_dict(commands(preset_in(words)), prog="curvssl", args=words)
@@ -195,10 +196,10 @@ def test_readmes_commands_are_commands():
 
 @pytest.fixture(scope="module")
 def readme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[None]]]:
-    """Every line under way in a folder with images: the blocks side by side, the lines of a block one by one."""
+    """Every line, started in a folder with images: blocks run in parallel, the lines of a block one after another."""
     folder = tmp_path_factory.mktemp("readme")
     digits = data.load("digits").train
-    enough = 320  # a tenth is held out for the test, a tenth of the rest for the monitor: 260 fill one batch
+    enough = 320  # a tenth is the test split, a tenth of the rest is held out: the remaining 260 fill one batch
     np.save(folder / "pixels.npy", digits.images.pixels[:enough, 0].numpy())
     for i in range(enough):
         file = folder / "photos" / f"class {int(digits.labels[i]) % 2}" / f"{i}.png"
@@ -216,7 +217,7 @@ def test_readmes_command_works_as_written(line: str, readme: dict[str, Future[No
 
 
 def run_as_written(line: str, folder: Path) -> None:
-    """To the end, but for a long pretraining, which is stopped once it has begun."""
+    """Run the line to its end, except a long pretraining, which is stopped after its start."""
     words = shlex.split(line)[1:]
     root = Path(os.environ.get("CURVSSL_DATA") or "~/.cache/curvssl").expanduser()
     for name in (SHA256.keys() - {"digits"}) & {word.removeprefix("paper-") for word in words}:
@@ -233,7 +234,7 @@ def run_as_written(line: str, folder: Path) -> None:
 
 
 def stop_in_the_first_step(process: subprocess.Popen[str], folder: Path) -> None:
-    """Ctrl-C as soon as the bar is there: the step under way is done, kept, and the last."""
+    """Press Ctrl-C as soon as the progress bar is shown: the current step is finished and saved, and no other runs."""
     assert process.stderr
     seen = ""
     while "%|" not in seen:
@@ -244,11 +245,11 @@ def stop_in_the_first_step(process: subprocess.Popen[str], folder: Path) -> None
     out, said = finish(process, code=128 + signal.SIGINT)
     assert not out
     assert said.endswith("\nstopped; the same command goes on from here\n")
-    begun = Run.read(folder / "runs" / seen.splitlines()[-1].split()[0])  # the bar begins with the run's name
+    begun = Run.read(folder / "runs" / seen.splitlines()[-1].split()[0])  # the bar starts with the run's name
     state = begun.load_checkpoint()
     assert state
     assert not begun.finished
-    # The commands that follow want an encoder, and nobody waits for the hundredth epoch.
+    # The next commands need an encoder, and training for a hundred epochs would take too long.
     net = begun.make_net(channels=3)
     net.load_state_dict(state["net"])
     begun.save_net(net, channels=3)

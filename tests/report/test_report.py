@@ -1,4 +1,4 @@
-"""The page in a real browser, from the file system; without one, what it is made of."""
+"""The page in a real browser, opened from the file system, and its data without a browser."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ WORSE = "</script><img src=x onerror='window.hacked = 2'>"
 
 @pytest.fixture(scope="module")
 def grid() -> RunData:
-    """Sixty digits on a lattice, so that every point stands alone."""
+    """Sixty digits on a lattice, so that no two points overlap."""
     of = pictured(60)
     xy = np.stack(np.meshgrid(np.arange(10), np.arange(6)), -1).reshape(-1, 2).astype(np.float64)
     made = run("curvssl", of)
@@ -28,7 +28,7 @@ def grid() -> RunData:
 
 @pytest.fixture(scope="module")
 def other(grid: RunData) -> RunData:
-    """The same images by another method, on the lattice in another order."""
+    """The same images for another method, in another order on the lattice."""
     made = run("barlow-twins", grid.pictured, where=1)
     assert made.points is not None
     assert grid.points is not None
@@ -38,7 +38,7 @@ def other(grid: RunData) -> RunData:
 
 @pytest.fixture(scope="module")
 def page(browser: Any, grid: RunData, other: RunData, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
-    """Two runs side by side; tests leave it as they found it."""
+    """Two runs side by side; each test restores the state of the page."""
     opened = Opened(browser, render([grid, other], tmp_path_factory.mktemp("page") / "report.html"))
     yield opened
     opened.context.close()
@@ -158,7 +158,7 @@ def test_two_runs_of_ten_thousand_images_stay_under_eight_megabytes(browser: Any
     made = points(dataclasses.replace(of, images=of.images[:, :1, ::8, ::8]), seed=0)
     runs = [dataclasses.replace(run(m, None), points=made, pictured=of) for m in ("curvssl", "barlow-twins")]
     assert render(runs, tmp_path / "report.html").stat().st_size < 8e6
-    # Thumbnails with loss: still nearer to their own image than to any other.
+    # Thumbnails are lossy, but still closest to their own image.
     opened = Opened(browser, tmp_path / "report.html")
     for index in (0, 4321, 9999):
         opened.page.fill("#search-index", str(index))
@@ -235,7 +235,8 @@ def test_colouring_by_class_prediction_and_values(page: Opened, grid: RunData) -
         for row in (3, 25, 48):
             share = np.clip((values[row] - low) / (high - low), 0, 1)
             oracle = np.array(colormaps["viridis"](float(share))[:3]) * 255
-            assert np.abs(np.array(page.colour(row)[:3]) - oracle).max() < 20, (name, row)  # 9 stops stand for its 256
+            # The page interpolates viridis from 9 of its 256 colours.
+            assert np.abs(np.array(page.colour(row)[:3]) - oracle).max() < 20, (name, row)
 
 
 def test_legend_hides_a_class_and_shows_it_again(page: Opened, grid: RunData) -> None:
@@ -272,7 +273,7 @@ def test_lasso_lists_and_exports_what_is_inside(page: Opened, grid: RunData, tmp
     assert lines[0] == "index,label"
     assert [int(line.split(",")[0]) for line in lines[1:]] == list(inside)
     outside = next(row for row in range(60) if row not in inside)
-    for view in ("maps[0]", "maps[1]"):  # linked: bright in both, the rest is dimmed in both
+    for view in ("maps[0]", "maps[1]"):  # linked: selected points are bright in both maps, the others dim in both
         brightness = {row: min(page.colour(row, view=view)[:3]) for row in (int(inside[0]), outside)}
         assert brightness[outside] > 180 > brightness[int(inside[0])]
 
@@ -337,10 +338,10 @@ def test_zoomed_in_far_enough_the_dots_become_the_images(page: Opened, grid: Run
     page.page.mouse.move(2, 2)
     page.page.keyboard.press("Escape")
     page.frame()
-    half = 30 / 16  # an image of 8 × 8 is drawn over 30 × 30 pixels
+    half = 30 / 16  # an image of 8 × 8 is drawn with 30 × 30 pixels
     shown = [page.colour(35, dx=half * (2 * i - 7))[0] for i in range(8)]
     rows = grid.pictured.images[35, 0].astype(int)
-    assert min(np.abs(rows[i] - shown).max() for i in (3, 4)) == 0  # the middle falls on one of two rows
+    assert min(np.abs(rows[i] - shown).max() for i in (3, 4)) == 0  # rounding selects one of the two middle rows
 
 
 def test_sixty_thousand_points_answer_to_cursor_zoom_and_lasso(browser: Any, tmp_path: Path) -> None:
@@ -355,19 +356,19 @@ def test_sixty_thousand_points_answer_to_cursor_zoom_and_lasso(browser: Any, tmp
     for i in range(20):
         opened.page.mouse.move(x + i, y)
     opened.frame()
-    assert opened.page.evaluate("window.drawn") == 0  # hovering redraws what lies above the points, never the points
+    assert opened.page.evaluate("window.drawn") == 0  # hovering redraws the layer above the points, never the points
     shown = opened.rows_of("#inspector .chosen canvas")
     assert len(shown) == 1
     np.testing.assert_array_equal(opened.thumbnail("#inspector .chosen canvas")[..., 0], of.images[shown[0], 0])
     opened.page.evaluate("for (let i = 0; i < 50; i++) maps[0].zoom(1.001, 100, 100)")
     opened.frame()
-    assert opened.page.evaluate("window.drawn") == 1  # fifty requests within a frame are one redraw
+    assert opened.page.evaluate("window.drawn") == 1  # fifty requests within a frame give one redraw
     box = opened.page.locator("#maps .over").bounding_box()
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
     around(opened, [(x - 100, y - 100), (x + 100, y - 100), (x + 100, y + 100), (x - 100, y + 100)])
     chosen = opened.page.input_value("#indices").split(", ")
     assert len(chosen) > 100
-    assert len(opened.rows_of("#selection canvas")) == 48  # the list holds all, the gallery the first
+    assert len(opened.rows_of("#selection canvas")) == 48  # the list has all images, the gallery the first 48
     assert opened.complaints == []
     opened.context.close()
 
@@ -375,7 +376,7 @@ def test_sixty_thousand_points_answer_to_cursor_zoom_and_lasso(browser: Any, tmp
 def test_keyboard_walks_keeps_zooms_and_lets_go(page: Opened, grid: RunData) -> None:
     page.page.focus("#maps .over")
     page.page.mouse.move(2, 2)
-    page.page.keyboard.press("ArrowRight")  # from nothing to the image nearest to the middle
+    page.page.keyboard.press("ArrowRight")  # without a selection, the image nearest to the middle
     page.frame()
     start = page.page.evaluate("choices[0].hover")
     row, column = divmod(start, 10)
@@ -524,7 +525,7 @@ def test_most_and_least_curved_images_are_shown(page: Opened, grid: RunData) -> 
 def test_edges_of_a_chosen_point_keep_their_cosines(page: Opened, grid: RunData) -> None:
     assert grid.points is not None
     page.page.mouse.click(*page.screen(12))
-    page.until("document.querySelector('#stars h4').textContent === 'Edges of image 12'")  # once the cursor rests
+    page.until("document.querySelector('#stars h4').textContent === 'Edges of image 12'")  # when the cursor stops
     cells = page.page.locator("#stars .card").first.locator(".cosines td").all_inner_texts()
     table = np.array([float(cell.replace("−", "-") or 1) for cell in cells]).reshape(6, 6)
     expected = np.ones((6, 6))
@@ -532,7 +533,7 @@ def test_edges_of_a_chosen_point_keep_their_cosines(page: Opened, grid: RunData)
     expected[upper] = grid.points.cosines[12]
     expected.T[upper] = grid.points.cosines[12]
     np.testing.assert_allclose(table, expected, atol=0.01)
-    # The plane of the drawing is the best there is: the two largest eigenvalues of the Gram matrix hold that share.
+    # The drawing uses the best plane: its share is that of the two largest eigenvalues of the Gram matrix.
     gram = expected * np.outer(grid.points.distances[12], grid.points.distances[12])
     held = page.page.evaluate("edgePlane(mapped[0], 12).held")
     assert held == pytest.approx(np.linalg.eigvalsh(gram)[-2:].sum() / np.trace(gram), abs=0.01)
@@ -584,7 +585,7 @@ def test_with_many_runs_the_reader_picks_two(browser: Any, grid: RunData, other:
     runs = [grid, other, run("vicreg", grid.pictured), *(run("curvssl", grid.pictured, seed=s) for s in (1, 2))]
     made = payload(runs)
     assert [entry["points"] is not None for entry in made["runs"]] == [True, True, True, False, False]
-    assert len(made["splits"]) == 1  # the thumbnails are there once
+    assert len(made["splits"]) == 1  # the thumbnails are stored once
     opened = single(browser, runs, tmp_path)
     opened.page.select_option("#pickers select >> nth=1", label="VICReg, seed 0")
     opened.frame()
@@ -710,7 +711,7 @@ def test_pictures_are_png_and_pdf(grid: RunData, tmp_path: Path) -> None:
 
 
 def test_a_run_directory_becomes_a_page(browser: Any, tmp_path: Path) -> None:
-    """The real thing, from training to the page, but for UMAP, which takes longer than the rest together."""
+    """Everything from training to the page, except UMAP, which takes longer than all the rest."""
     import torch
 
     from curvssl.config import demo
