@@ -1,6 +1,6 @@
-"""Everything that exists for speed alone. Without this folder the program computes the same, only slower.
+"""Everything that exists only for speed. Without this folder the program computes the same, only slower.
 
-`speed_up` is the door; curvssl.train enters by it.
+curvssl.train calls `speed_up`, or `compile_parts` for several ranks.
 """
 
 from typing import TYPE_CHECKING
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def speed_up(step: "Step", mode: str) -> None:
-    """Let a plain step run compiled, or captured in a CUDA graph; what it computes is the same."""
+    """Make a plain step run compiled, or captured in a CUDA graph. It computes the same."""
     from curvssl.gpu.steps import FastStep
 
     FastStep(step, mode)
 
 
 def compile_parts(*modules: nn.Module) -> None:
-    """For several ranks, whose loss waits for the others in its middle: compile what lies before it."""
+    """For several ranks: compile these modules but not the loss, which waits for the other ranks in its middle."""
     from curvssl.gpu.steps import keep_compile_cache
 
     keep_compile_cache()

@@ -1,6 +1,6 @@
-"""Colour jitter and grayscale of a batch of RGB images as one hand-written GPU kernel: an image stays in registers.
+"""Colour jitter and grayscale of a batch of RGB images as one GPU kernel that keeps an image in registers.
 
-data/views.py says what it computes, and the tests hold the two against each other.
+data/views.py defines what is computed; the tests compare the two.
 """
 
 import torch
@@ -11,15 +11,15 @@ from torch.library import triton_op, wrap_triton
 
 from curvssl.data.views import Augment
 
-PIXELS = 4096  # of an image of which three planes stay in one program's registers
+PIXELS = 4096  # of the largest image whose three colour planes fit into one program's registers
 
-# The kinds of blends and the shares of grey as data/views.py has them; a kernel takes constants of its own module only.
+# Blend kinds and grey weights as in data/views.py: a kernel can only use constants of its own module.
 CONTRAST, SATURATION = tl.constexpr(1), tl.constexpr(2)
 RED, GREEN, BLUE = tl.constexpr(0.2989), tl.constexpr(0.587), tl.constexpr(0.114)
 
 
 def fits(x: Tensor) -> bool:
-    """Whether the kernel takes these images (b, C, H, W)."""
+    """Whether the kernel supports these images (b, C, H, W)."""
     return x.is_cuda and x.dtype == torch.float32 and x.shape[1] == 3 and x.shape[2] * x.shape[3] <= PIXELS
 
 
@@ -43,7 +43,7 @@ def _blend(r, g, b, factor, kind, live, pixels):
 
 @triton.jit
 def _channel(value, chroma, k):
-    """One channel of HSV: k its distance from the hue, in sixths of the circle."""
+    """One RGB channel from HSV; k is its distance from the hue, in sixths of the circle."""
     k -= 6 * tl.floor(k / 6)
     return value - chroma * _clamp(tl.minimum(k, 4 - k))
 
@@ -63,13 +63,13 @@ def _jitter(
     x_ptr, factor_ptr, kind_ptr, turns_ptr, slot_ptr, grey_ptr, out_ptr, pixels,
     BLENDS: tl.constexpr, PIXELS: tl.constexpr,
 ):  # fmt: skip
-    """One image: blends in their order, the hue in its slot among them, grey if it is to be."""
+    """One image: the blends in their order, the hue shift in its slot among them, then grayscale if asked for."""
     image = tl.program_id(0)
-    at = image.to(tl.int64) * 3 * pixels + tl.arange(0, PIXELS)
+    offsets = image.to(tl.int64) * 3 * pixels + tl.arange(0, PIXELS)
     live = tl.arange(0, PIXELS) < pixels
-    r = tl.load(x_ptr + at, live, other=0.0)
-    g = tl.load(x_ptr + at + pixels, live, other=0.0)
-    b = tl.load(x_ptr + at + 2 * pixels, live, other=0.0)
+    r = tl.load(x_ptr + offsets, live, other=0.0)
+    g = tl.load(x_ptr + offsets + pixels, live, other=0.0)
+    b = tl.load(x_ptr + offsets + 2 * pixels, live, other=0.0)
     slot = tl.load(slot_ptr + image)
     for late in tl.static_range(2):
         if late:
@@ -80,14 +80,14 @@ def _jitter(
             r, g, b = _blend(r, g, b, factor, tl.load(kind_ptr + image * BLENDS + i), live, pixels)
     grey = tl.load(grey_ptr + image) != 0
     luminance = _luminance(r, g, b)
-    tl.store(out_ptr + at, tl.where(grey, luminance, r), live)
-    tl.store(out_ptr + at + pixels, tl.where(grey, luminance, g), live)
-    tl.store(out_ptr + at + 2 * pixels, tl.where(grey, luminance, b), live)
+    tl.store(out_ptr + offsets, tl.where(grey, luminance, r), live)
+    tl.store(out_ptr + offsets + pixels, tl.where(grey, luminance, g), live)
+    tl.store(out_ptr + offsets + 2 * pixels, tl.where(grey, luminance, b), live)
 
 
 @triton_op("curvssl::jitter", mutates_args={})
 def jitter(x: Tensor, factors: Tensor, kinds: Tensor, turns: Tensor, slot: Tensor, grey: Tensor) -> Tensor:
-    """views.colour_jitter of images x (b, 3, H, W), and then grayscale where `grey` (b,)."""
+    """views.colour_jitter of images x (b, 3, H, W), then grayscale where `grey` (b,) is true."""
     x, factors, kinds = x.contiguous(), factors.contiguous(), kinds.contiguous()
     out = torch.empty_like(x)
     pixels = x.shape[2] * x.shape[3]
@@ -99,7 +99,7 @@ def jitter(x: Tensor, factors: Tensor, kinds: Tensor, turns: Tensor, slot: Tenso
 
 
 def speed_up(augment: Augment) -> None:
-    """Let compiled views of this kind take the kernel where it fits."""
+    """Make this augmentation use the kernel when it is compiled and the images fit."""
     plain = augment.jitter_and_grey
 
     def faster(x: Tensor, *parameters: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What torch and Triton do not ask of the CUDA driver; where there is none (Windows has another), nothing is asked."""
+"""Two CUDA driver settings that torch and Triton do not offer. Without libcuda.so.1 (on Windows) they do nothing."""
 
 import ctypes
 from collections.abc import Callable
@@ -22,10 +22,10 @@ def _driver() -> Any:
 
 
 def leave_room(launched: Any) -> None:
-    """From its next launch on, a Triton kernel, as its launch returns it, leaves shared memory to others.
+    """Make a Triton kernel, given as its launch returns it, leave shared memory to others from its next launch on.
 
-    A multiprocessor divides its memory between cache and shared memory as the kernel it runs likes it, and takes none
-    that needs more shared memory before that one has left: Adam beside a backward pass so kept the convolutions out.
+    A multiprocessor splits its memory into cache and shared memory as the running kernel prefers. A kernel that needs
+    more shared memory has to wait until that kernel has ended: Adam beside a backward pass kept the convolutions out.
     """
     function = getattr(launched, "function", None)  # Triton's interpreter has none
     if function is not None and _driver() is not None:
@@ -34,7 +34,7 @@ def leave_room(launched: Any) -> None:
 
 @cache
 def _give_up_cache(function: int) -> None:
-    _driver().cuFuncSetAttribute(Handle(function), CARVEOUT, 100)  # a wish: if it is refused, nothing is lost
+    _driver().cuFuncSetAttribute(Handle(function), CARVEOUT, 100)  # a hint, which the driver may refuse
 
 
 class _Memset(ctypes.Structure):
@@ -44,14 +44,14 @@ class _Memset(ctypes.Structure):
         ("start", ctypes.c_uint64),
         ("pitch", Size),
         ("value", ctypes.c_uint),
-        ("bytes", ctypes.c_uint),  # of a word
-        ("width", Size),  # in words
+        ("bytes", ctypes.c_uint),  # per element
+        ("width", Size),  # in elements
         ("height", Size),
     )
 
 
 class _Memory:
-    """What a memset sets, as torch reads others' memory."""
+    """The memory that a memset sets, in the form in which torch reads foreign memory."""
 
     def __init__(self, at: _Memset) -> None:
         form = {"shape": (at.width * at.bytes,), "typestr": "|u1", "data": (at.start, False), "version": 3}
@@ -59,31 +59,31 @@ class _Memory:
 
 
 def zero_by_kernels(graph: torch.cuda.CUDAGraph) -> int:
-    """Let kernels zero what memsets zero in a graph captured with keep_graph=True; says how many memsets these were.
+    """Replace memsets to zero by kernels in a graph captured with keep_graph=True; return how many there were.
 
-    cuDNN zeroes a counter before many of its convolutions. In a CUDA graph that is a node of another kind than a
-    kernel, and the way there and back takes several µs.
+    cuDNN zeroes a counter before many of its convolutions. In a CUDA graph a memset is another kind of node than a
+    kernel, and switching from one kind to the other and back takes several µs.
     """
     driver = _driver()
-    if not hasattr(driver, "cuGraphNodeGetDependencies_v2"):  # nor has a driver of before 2024
+    if not hasattr(driver, "cuGraphNodeGetDependencies_v2"):  # no driver, or one from before 2024
         return 0
     whole, stream, replaced = Handle(graph.raw_cuda_graph()), torch.cuda.Stream(priority=-1), 0
     for node in _nodes(driver.cuGraphGetNodes, whole):
-        kind, at = ctypes.c_int(), _Memset()
+        kind, memset = ctypes.c_int(), _Memset()
         _check(driver.cuGraphNodeGetType(node, ctypes.byref(kind)))
         if kind.value != MEMSET:
             continue
-        _check(driver.cuGraphMemsetNodeGetParams(node, ctypes.byref(at)))
-        if at.height != 1 or at.value != 0:
+        _check(driver.cuGraphMemsetNodeGetParams(node, ctypes.byref(memset)))
+        if memset.height != 1 or memset.value != 0:
             continue
-        memory, fill = torch.as_tensor(_Memory(at), device="cuda"), torch.cuda.CUDAGraph(keep_graph=True)
+        memory, fill = torch.as_tensor(_Memory(memset), device="cuda"), torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.stream(stream):
             fill.capture_begin()
             memory.fill_(0)
             fill.capture_end()
         before, _ = _around(driver.cuGraphNodeGetDependencies_v2, node)
         after, edges = _around(driver.cuGraphNodeGetDependentNodes_v2, node)
-        new, inner = Handle(), Handle(fill.raw_cuda_graph())  # which is copied
+        new, inner = Handle(), Handle(fill.raw_cuda_graph())  # the driver copies it
         _check(driver.cuGraphAddChildGraphNode(ctypes.byref(new), whole, before, Size(len(before)), inner))
         origin = (Handle * len(after))(*[new.value] * len(after))
         _check(driver.cuGraphAddDependencies_v2(whole, origin, after, edges, Size(len(after))))
@@ -95,19 +95,19 @@ def zero_by_kernels(graph: torch.cuda.CUDAGraph) -> int:
 def _nodes(ask: Callable[..., int], graph: Handle) -> list[Handle]:
     count = Size()
     _check(ask(graph, None, ctypes.byref(count)))
-    found = (Handle * count.value)()
-    _check(ask(graph, found, ctypes.byref(count)))
-    return [Handle(node) for node in found]
+    nodes = (Handle * count.value)()
+    _check(ask(graph, nodes, ctypes.byref(count)))
+    return [Handle(node) for node in nodes]
 
 
 def _around(ask: Callable[..., int], node: Handle) -> tuple[Any, Any]:
-    """The nodes before or after one, and what kind of edges lie between, each in eight bytes."""
+    """The nodes before or after one, and the data of the edges between them, eight bytes each."""
     count = Size()
     _check(ask(node, None, None, ctypes.byref(count)))
-    found, edges = (Handle * count.value)(), (ctypes.c_uint64 * count.value)()
-    if count.value:  # the driver refuses to list none
-        _check(ask(node, found, edges, ctypes.byref(count)))
-    return found, edges
+    nodes, edges = (Handle * count.value)(), (ctypes.c_uint64 * count.value)()
+    if count.value:  # the driver refuses an empty list
+        _check(ask(node, nodes, edges, ctypes.byref(count)))
+    return nodes, edges
 
 
 def _check(code: int) -> None:

@@ -1,7 +1,7 @@
-"""A forward pass through torchvision's ResNets by hand, for the captured step; what it computes is torchvision's.
+"""A hand-written forward pass through torchvision's ResNets, for the captured step. It computes what torchvision does.
 
-Convolutions are cuDNN's, or stem.py's for the first; BatchNorm, ReLU and residuals are norm.py's; weight gradients and
-running statistics go to the second stream (overlap.py). The compiler would have to trace it all to gain nothing.
+Convolutions are cuDNN's, or stem.py's for the first one. BatchNorm, ReLU and residuals are norm.py's. Weight gradients
+and running statistics are computed on the second stream (overlap.py). Compiling it would take time and gain nothing.
 """
 
 import copy
@@ -18,7 +18,7 @@ from curvssl.models import no_search
 
 
 def takes(net: Any) -> bool:
-    """Whether `encode` knows this network: a plain ResNet of basic blocks, like ResNet-18 and 34."""
+    """Whether `encode` supports this network: a plain ResNet of basic blocks, like ResNet-18 and 34."""
     from torchvision.models.resnet import BasicBlock, ResNet
 
     if type(net) is not ResNet:
@@ -48,36 +48,36 @@ def blocks_of(net: Any) -> list[Any]:
 
 
 def encode(net: Any, x: Tensor) -> Tensor:
-    """h of two views (2b, C, H, W) in channels_last, in x's precision; in training mode, BatchNorm view by view."""
+    """h of two views (2b, C, H, W) in channels_last, in x's precision. Training mode only: BatchNorm view by view."""
     layers = _Layers(net, x)
     blocks = blocks_of(net)
     pools = not isinstance(net.maxpool, nn.Identity)
-    found = layers.normalise(net.bn1, layers.convolve(net.conv1, x), fork=not pools)
+    y = layers.normalise(net.bn1, layers.convolve(net.conv1, x), fork=not pools)
     if pools:
-        even = found.shape[2] % 2 == found.shape[3] % 2 == 0
-        found = pool(found) if even else (net.maxpool(found),) * 2
-    for block, reader in itertools.zip_longest(blocks, blocks[1:]):
-        x, shortcut = found
+        even = y.shape[2] % 2 == y.shape[3] % 2 == 0
+        y = pool(y) if even else (net.maxpool(y),) * 2
+    for block, next_block in itertools.zip_longest(blocks, blocks[1:]):
+        x, shortcut = y
         out = layers.normalise(block.bn1, layers.convolve(block.conv1, x))
         if block.downsample is not None:
             shortcut = layers.normalise(block.downsample[1], layers.convolve(block.downsample[0], shortcut), relu=False)
         out = layers.convolve(block.conv2, out)
-        found = layers.normalise(block.bn2, out, residual=shortcut, fork=reader is not None)
+        y = layers.normalise(block.bn2, out, residual=shortcut, fork=next_block is not None)
     layers.keep_statistics()
-    # The mean of (pixels, channels) has a gradient in channels_last, and that of the last two dimensions has not.
-    return found.flatten(1) if found.shape[2:] == (1, 1) else found.permute(0, 2, 3, 1).flatten(1, 2).mean(1)
+    # The mean over the pixels of (pixels, channels) has a gradient in channels_last; the mean over H and W does not.
+    return y.flatten(1) if y.shape[2:] == (1, 1) else y.permute(0, 2, 3, 1).flatten(1, 2).mean(1)
 
 
 def rehearse(net: Any, images: int, size: int, dtype: torch.dtype, stream: torch.cuda.Stream) -> None:
-    """A pass of a copy, forward and back, which leaves the kernels for such images compiled."""
-    # cuDNN's plans are a thread's own, and what it timed beside other work could be the wrong one.
+    """Compile the kernels for such images, by one forward and backward pass of a copy of the network."""
+    # Without cuDNN's search: its result belongs to this thread, and timings beside other work could be wrong.
     with torch.cuda.stream(stream), no_search():
         x = torch.zeros(images, net.conv1.in_channels, size, size, dtype=dtype, device=stream.device)
         encode(copy.deepcopy(net), x.contiguous(memory_format=torch.channels_last)).sum().backward()
 
 
 class _Layers:
-    """What the layers share in one pass: weights in low precision, zeros to add to, statistics to keep."""
+    """What the layers share in one pass: weights in low precision, zeros for sums, and BatchNorm statistics."""
 
     def __init__(self, net: nn.Module, x: Tensor) -> None:
         weights = [module.weight for module in net.modules() if isinstance(module, nn.Conv2d)]
@@ -98,26 +98,26 @@ class _Layers:
     def normalise(
         self, layer: Any, x: Tensor, *, residual: Tensor | None = None, relu: bool = True, fork: bool = False
     ) -> Any:
-        """With `fork` a pair of the same, one for each of two readers, whose gradients then arrive apart."""
+        """With `fork`, the output twice, once for each of two readers; their gradients then arrive separately."""
         zeros = self.zeros[layer].view(2, 2, 2, -1)
         self.statistics[layer], *y = normalise(x, residual, layer.weight, layer.bias, zeros, layer.eps, relu, fork)
         return tuple(y) if fork else y[0]
 
     @torch.no_grad()
     def keep_statistics(self) -> None:
-        """Running statistics move once a view; nobody waits for them, so they do it beside the rest."""
-        found = list(self.statistics.values())
-        if not found[0].is_cuda:
-            return self._move(found)
-        with beside_this() as beside:
-            self._move(found)
-        for tensor in found:
-            tensor.record_stream(beside)
+        """Update the running statistics once per view, on the second stream because nothing waits for them."""
+        statistics = list(self.statistics.values())
+        if not statistics[0].is_cuda:
+            return self._move(statistics)
+        with beside_this() as second:
+            self._move(statistics)
+        for tensor in statistics:
+            tensor.record_stream(second)
         return None
 
     def _move(self, found: list[Tensor]) -> None:
         norms: Any = list(self.statistics)
-        for view, (what, name) in itertools.product(range(2), enumerate(("running_mean", "running_var"))):
+        for view, (row, name) in itertools.product(range(2), enumerate(("running_mean", "running_var"))):
             running = [getattr(bn, name) for bn in norms]
-            torch._foreach_lerp_(running, [one[view, what] for one in found], norms[0].momentum)
+            torch._foreach_lerp_(running, [statistics[view, row] for statistics in found], norms[0].momentum)
         torch._foreach_add_([bn.num_batches_tracked for bn in norms], 2)

@@ -1,7 +1,8 @@
-"""Weight gradients of convolutions, and Adam with them, on a second stream beside the rest of the backward pass.
+"""Weight gradients of convolutions, and their Adam updates, on a second stream beside the rest of the backward pass.
 
-Nobody waits for a layer's weight gradient but the optimiser, and nobody for the optimiser but the next step; meanwhile
-small layers leave most of a GPU idle. (steps.py puts terms of the loss there too, layers.py the running statistics.)
+Only the optimiser needs a layer's weight gradient, and only the next step needs the updated weight. Small layers leave
+most of a GPU idle meanwhile. (steps.py also runs terms of the loss on the second stream, layers.py the running
+statistics.)
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from curvssl.gpu import adam, stem
 
 _streams: dict[int, torch.cuda.Stream] = {}
-# Of the step whose backward pass is under way: takes a weight and its gradient, and says whether it has moved it.
+# Set during a backward pass in `backward_and_step`: takes a weight and its gradient, returns whether it has updated it.
 _update: list[Callable[[Tensor, Tensor], bool]] = []
 
 
@@ -27,7 +28,7 @@ def second_stream() -> torch.cuda.Stream:
 
 @contextmanager
 def beside_this() -> Iterator[torch.cuda.Stream]:
-    """What follows goes to the second stream, behind what this one has been given so far."""
+    """Run the block on the second stream, after everything that the current stream has been given so far."""
     second = second_stream()
     second.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(second):
@@ -36,7 +37,7 @@ def beside_this() -> Iterator[torch.cuda.Stream]:
 
 @contextmanager
 def one_stream() -> Iterator[None]:
-    """Nothing runs beside: for a first step, in which cuDNN times its algorithms for every convolution."""
+    """Use a single stream: for the first step, in which cuDNN times its algorithms for every convolution."""
     device = torch.cuda.current_device()
     second = second_stream()
     _streams[device] = torch.cuda.current_stream()
@@ -51,7 +52,7 @@ class _Convolve(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, low: Tensor, stride: list[int], padding: list[int]) -> Tensor:
         ctx.save_for_backward(x, low)
         ctx.weight, ctx.stride, ctx.padding = weight, stride, padding
-        # A 3×3 convolution of a single pixel sees nothing but its centre.
+        # On a single pixel, a 3×3 convolution uses only its centre weight: all else is padding.
         ctx.centre = (x.shape[2:], low.shape[2:], *stride, *padding) == ((1, 1), (3, 3), 1, 1, 1, 1)
         if ctx.centre:
             return (x.flatten(1) @ low[:, :, 1, 1].T)[..., None, None]
@@ -71,7 +72,7 @@ class _Convolve(torch.autograd.Function):
 
 
 def convolve(x: Tensor, weight: Tensor, low: Tensor, stride: list[int], padding: list[int]) -> Tensor:
-    """conv2d(x, low), where low is the weight in x's precision; the gradient goes to the weight."""
+    """conv2d(x, low), where low is the weight in x's precision; the gradient goes to `weight`."""
     return cast(Tensor, _Convolve.apply(x, weight, low, stride, padding))
 
 
@@ -83,50 +84,50 @@ def _input_gradient(ctx: Any, grad: Tensor, x: Tensor, low: Tensor) -> Tensor:
 
 def _weight_gradient(ctx: Any, grad: Tensor, x: Tensor, low: Tensor) -> Tensor:
     if ctx.centre:
-        found = torch.zeros_like(low)
-        found[:, :, 1, 1] = grad.flatten(1).T @ x.flatten(1)
-        return found
+        gradient = torch.zeros_like(low)
+        gradient[:, :, 1, 1] = grad.flatten(1).T @ x.flatten(1)
+        return gradient
     if ctx.first:
         return stem.weight_gradient(grad, x, low.shape[2], ctx.stride[0], ctx.padding[0])
     return _gradients(ctx, grad, x, low, [False, True, False])[1]
 
 
 def _gradients(ctx: Any, grad: Tensor, x: Tensor, low: Tensor, wanted: list[bool]) -> Any:
-    place = (None, ctx.stride, ctx.padding, [1, 1], False, [0, 0], 1)
-    return torch.ops.aten.convolution_backward(grad, x, low, *place, wanted)
+    settings = (None, ctx.stride, ctx.padding, [1, 1], False, [0, 0], 1)
+    return torch.ops.aten.convolution_backward(grad, x, low, *settings, wanted)
 
 
 def _beside(ctx: Any, grad: Tensor, x: Tensor, low: Tensor) -> Tensor | None:
-    """∂L/∂W in float32, or nothing if the weight has been moved by it already; on the second stream."""
+    """∂L/∂W in float32, computed on the second stream; None if the weight has already been updated by it."""
     here = torch.cuda.current_stream()
-    with beside_this() as beside:
+    with beside_this() as second:
         for tensor in (grad, x):
-            tensor.record_stream(beside)  # its memory may not be given to others before
-        found = _weight_gradient(ctx, grad, x, low)
+            tensor.record_stream(second)  # its memory must not be reused before
+        gradient = _weight_gradient(ctx, grad, x, low)
         # In float32 `low` is the weight itself, which the rest of the backward pass still reads.
-        if _update and low.dtype != ctx.weight.dtype and _update[0](ctx.weight, found):
+        if _update and low.dtype != ctx.weight.dtype and _update[0](ctx.weight, gradient):
             return None
-        found = torch.empty_like(ctx.weight).copy_(found)
-    found.record_stream(here)
-    here.wait_stream(beside)
-    return found
+        gradient = torch.empty_like(ctx.weight).copy_(gradient)
+    gradient.record_stream(here)
+    here.wait_stream(second)
+    return gradient
 
 
 def moves(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `backward_and_step` knows this optimiser: torch's Adam and no relative of it, in its plain form."""
+    """Whether `backward_and_step` supports this optimiser: torch.optim.Adam itself, without these options."""
     return type(optimizer) is torch.optim.Adam and not any(
         group[name] for group in optimizer.param_groups for name in ("amsgrad", "maximize", "decoupled_weight_decay")
     )
 
 
 def backward_and_step(backward: Callable[[], None], optimizer: torch.optim.Optimizer) -> None:
-    """The backward pass and Adam's step; weights of `convolve` are moved as soon as their gradients are there."""
-    moved: dict[Tensor, Tensor] = {}  # and their gradients
+    """The backward pass and Adam's step; a weight of `convolve` is updated as soon as its gradient is computed."""
+    moved: dict[Tensor, Tensor] = {}  # updated weights → their gradients
     groups = {weight: group for group in optimizer.param_groups for weight in group["params"]}
     states = optimizer.state
 
     def update(weight: Tensor, grad: Tensor) -> bool:
-        if weight not in groups or not states.get(weight):  # Adam's first step makes the state
+        if weight not in groups or not states.get(weight):  # torch's Adam makes the state in the first step
             return False
         moved[weight] = torch.empty_like(weight)
         adam.update(weight, grad, found=moved[weight], state=states[weight], group=groups[weight])
@@ -139,7 +140,7 @@ def backward_and_step(backward: Callable[[], None], optimizer: torch.optim.Optim
         _update.clear()
     for weight in groups:
         if weight.grad is not None and weight.numel() >= adam.MANY and update(weight, weight.grad):
-            weight.grad = None  # the optimiser passes over it
+            weight.grad = None  # so that the optimiser skips it
     optimizer.step()
     torch.cuda.current_stream().wait_stream(second_stream())
     if moved:

@@ -1,9 +1,9 @@
-"""A ResNet's first layers as hand-written GPU kernels: the convolution from pixels, and the max-pool.
+"""A ResNet's first layers as hand-written GPU kernels: the convolution of the image, and the max-pool.
 
-torch.nn.functional is the meaning of every line here, and the tests hold the two against each other. With few
-channels a convolution is a small matrix product of patches and weights, and most of its time should go into writing or
-reading the 64 outputs of each pixel. In channels_last a row of a patch is one run of size · channels numbers. To be
-read V at a time it begins at a multiple of V, SKIP numbers early, and is RUN long; what is too much has no weight.
+torch.nn.functional defines what is computed; the tests compare the two. With few channels a convolution is a small
+matrix product of patches and weights, and most of its time should go into writing or reading the 64 outputs of each
+pixel. In channels_last a row of a patch is one run of size · channels numbers. To be read V numbers at a time, it
+begins SKIP numbers early, at a multiple of V, and is RUN numbers long. The padding has weight zero.
 """
 
 import math
@@ -16,19 +16,19 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 CHANNELS, OUTPUTS = 4, 64
-NUMBERS = 256  # in a patch: with more, a tile of them does not stay on a multiprocessor
+NUMBERS = 256  # in a patch: with more, a tile of patches does not fit on a multiprocessor
 SMALL = 64
 
-# A program stays at its tile of an image and goes through many images: where the numbers of its patches lie is the
-# same in all. Pixels of a tile, warps, stages and programs for small patches (3×3), then for larger ones (7×7).
+# A program computes the same tile of many images, because the offsets of its patches are the same in all of them.
+# Pixels of a tile, warps, stages and programs: for small patches (3×3), then for larger ones (7×7).
 FORWARD = ((64, 4, 2, 132 * 10), (64, 4, 2, 132 * 2))
 GRADIENT = ((128, 8, 3, 132 * 3), (64, 4, 3, 132 * 2))
-SUMS = 16  # programs that finish together would wait for each other at one sum
-POOL = {"PIXELS": 16, "COLUMNS": OUTPUTS, "num_warps": 4}  # of a program of the max-pool
+SUMS = 16  # partial sums: at a single one, programs that finish together would wait for each other
+POOL = {"PIXELS": 16, "COLUMNS": OUTPUTS, "num_warps": 4}  # for one program of the max-pool
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels take these pixels and weights."""
+    """Whether the kernels support these pixels and weights."""
     if x.dim() != 4 or not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
     outputs, channels, height, width = weight.shape
@@ -42,13 +42,13 @@ def _places(
     DOWN: tl.constexpr, ACROSS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
     V: tl.constexpr, SKIP: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Where in an image numbers FIRST, FIRST + 1, … of the patches of some pixels lie; negative beyond the border."""
+    """Offsets in an image of numbers FIRST, FIRST + 1, … of the patches of some pixels; negative outside the image."""
     k = FIRST + tl.arange(0, COUNT)
     y = (pixel // ACROSS * STRIDE - PADDING)[:, None] + (k // RUN)[None, :]
     x = ((pixel % ACROSS * STRIDE - PADDING) * C - SKIP)[:, None] + (k % RUN)[None, :]
     live = (pixel < DOWN * ACROSS)[:, None] & (k < SIZE * RUN)[None, :]
-    there = tl.where(live & (y >= 0) & (y < H) & (x >= 0) & (x < W * C), y * (W * C) + x, -V)
-    return tl.max_contiguous(tl.multiple_of(there, (1, V)), (1, V))
+    offsets = tl.where(live & (y >= 0) & (y < H) & (x >= 0) & (x < W * C), y * (W * C) + x, -V)
+    return tl.max_contiguous(tl.multiple_of(offsets, (1, V)), (1, V))
 
 
 @triton.jit
@@ -56,12 +56,12 @@ def _weights(
     FIRST: tl.constexpr, COUNT: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr, SKIP: tl.constexpr,
     RUN: tl.constexpr, OUTPUTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Where each output's weights for numbers FIRST, FIRST + 1, … of a patch lie, and which of them there are."""
+    """Offsets of each output's weights for numbers FIRST, FIRST + 1, … of a patch, and which of them exist."""
     o, k = tl.arange(0, TILE), FIRST + tl.arange(0, COUNT)
     column = k % RUN - SKIP
-    known = (k < SIZE * RUN) & (column >= 0) & (column < SIZE * C)
-    at = o[:, None] * (SIZE * SIZE * C) + (k // RUN * (SIZE * C) + column)[None, :]
-    return at, (o < OUTPUTS)[:, None] & known[None, :]
+    exists = (k < SIZE * RUN) & (column >= 0) & (column < SIZE * C)
+    offsets = o[:, None] * (SIZE * SIZE * C) + (k // RUN * (SIZE * C) + column)[None, :]
+    return offsets, (o < OUTPUTS)[:, None] & exists[None, :]
 
 
 @triton.jit
@@ -71,23 +71,23 @@ def _convolve(
     SKIP: tl.constexpr, RUN: tl.constexpr, PART: tl.constexpr, REST: tl.constexpr, OUTPUTS: tl.constexpr,
     TILE: tl.constexpr, PIXELS: tl.constexpr,
 ):  # fmt: skip
-    """y = patches · Wᵀ, the numbers of a patch in two parts."""
+    """y = patches · Wᵀ, with the numbers of a patch in two parts."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     o = tl.arange(0, TILE)
     out = pixel[:, None] * OUTPUTS + o[None, :]
     live = (pixel < DOWN * ACROSS)[:, None] & (o < OUTPUTS)[None, :]
-    there = _places(pixel, 0, PART, C, H, W, DOWN, ACROSS, SIZE, STRIDE, PADDING, V, SKIP, RUN)
-    at, known = _weights(0, PART, C, SIZE, SKIP, RUN, OUTPUTS, TILE)
-    weight = tl.trans(tl.load(weight_ptr + at, known, other=0.0))
+    offsets = _places(pixel, 0, PART, C, H, W, DOWN, ACROSS, SIZE, STRIDE, PADDING, V, SKIP, RUN)
+    weight_offsets, exists = _weights(0, PART, C, SIZE, SKIP, RUN, OUTPUTS, TILE)
+    weight = tl.trans(tl.load(weight_ptr + weight_offsets, exists, other=0.0))
     if REST:
-        there_too = _places(pixel, PART, REST, C, H, W, DOWN, ACROSS, SIZE, STRIDE, PADDING, V, SKIP, RUN)
-        at, known = _weights(PART, REST, C, SIZE, SKIP, RUN, OUTPUTS, TILE)
-        weight_too = tl.trans(tl.load(weight_ptr + at, known, other=0.0))
+        rest_offsets = _places(pixel, PART, REST, C, H, W, DOWN, ACROSS, SIZE, STRIDE, PADDING, V, SKIP, RUN)
+        weight_offsets, exists = _weights(PART, REST, C, SIZE, SKIP, RUN, OUTPUTS, TILE)
+        rest_weight = tl.trans(tl.load(weight_ptr + weight_offsets, exists, other=0.0))
     for image in range(tl.program_id(1).to(tl.int64), images, tl.num_programs(1)):
         pixels_ptr = x_ptr + image * (H * W * C)
-        y = tl.dot(tl.load(pixels_ptr + there, there >= 0, other=0.0), weight)
+        y = tl.dot(tl.load(pixels_ptr + offsets, offsets >= 0, other=0.0), weight)
         if REST:
-            y = tl.dot(tl.load(pixels_ptr + there_too, there_too >= 0, other=0.0), weight_too, y)
+            y = tl.dot(tl.load(pixels_ptr + rest_offsets, rest_offsets >= 0, other=0.0), rest_weight, y)
         tl.store(y_ptr + image * (DOWN * ACROSS * OUTPUTS) + out, y, live)
 
 
@@ -98,39 +98,39 @@ def _weight_gradient(
     SKIP: tl.constexpr, RUN: tl.constexpr, PART: tl.constexpr, REST: tl.constexpr, OUTPUTS: tl.constexpr,
     TILE: tl.constexpr, PIXELS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """∂W = ∂yᵀ · patches, added to one of SUMS (outputs, size² · channels)."""
+    """∂W = ∂yᵀ · patches, added to one of SUMS partial sums (outputs, size² · channels)."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     o = tl.arange(0, TILE)
-    given = pixel[:, None] * OUTPUTS + o[None, :]
+    dy_offsets = pixel[:, None] * OUTPUTS + o[None, :]
     live = (pixel < DOWN * ACROSS)[:, None] & (o < OUTPUTS)[None, :]
-    there = _places(pixel, 0, PART, C, H, W, DOWN, ACROSS, SIZE, STRIDE, PADDING, V, SKIP, RUN)
+    offsets = _places(pixel, 0, PART, C, H, W, DOWN, ACROSS, SIZE, STRIDE, PADDING, V, SKIP, RUN)
     total = tl.zeros((TILE, PART), tl.float32)
     if REST:
-        there_too = _places(pixel, PART, REST, C, H, W, DOWN, ACROSS, SIZE, STRIDE, PADDING, V, SKIP, RUN)
-        total_too = tl.zeros((TILE, REST), tl.float32)
+        rest_offsets = _places(pixel, PART, REST, C, H, W, DOWN, ACROSS, SIZE, STRIDE, PADDING, V, SKIP, RUN)
+        rest_total = tl.zeros((TILE, REST), tl.float32)
     for image in range(tl.program_id(1).to(tl.int64), images, tl.num_programs(1)):
         pixels_ptr = x_ptr + image * (H * W * C)
-        dy = tl.trans(tl.load(dy_ptr + image * (DOWN * ACROSS * OUTPUTS) + given, live, other=0.0))
-        total = tl.dot(dy, tl.load(pixels_ptr + there, there >= 0, other=0.0), total)
+        dy = tl.trans(tl.load(dy_ptr + image * (DOWN * ACROSS * OUTPUTS) + dy_offsets, live, other=0.0))
+        total = tl.dot(dy, tl.load(pixels_ptr + offsets, offsets >= 0, other=0.0), total)
         if REST:
-            total_too = tl.dot(dy, tl.load(pixels_ptr + there_too, there_too >= 0, other=0.0), total_too)
+            rest_total = tl.dot(dy, tl.load(pixels_ptr + rest_offsets, rest_offsets >= 0, other=0.0), rest_total)
     out_ptr += tl.program_id(1) % SUMS * (OUTPUTS * SIZE * SIZE * C)
-    at, known = _weights(0, PART, C, SIZE, SKIP, RUN, OUTPUTS, TILE)
-    tl.atomic_add(out_ptr + at, total, known, sem="relaxed")
+    weight_offsets, exists = _weights(0, PART, C, SIZE, SKIP, RUN, OUTPUTS, TILE)
+    tl.atomic_add(out_ptr + weight_offsets, total, exists, sem="relaxed")
     if REST:
-        at, known = _weights(PART, REST, C, SIZE, SKIP, RUN, OUTPUTS, TILE)
-        tl.atomic_add(out_ptr + at, total_too, known, sem="relaxed")
+        weight_offsets, exists = _weights(PART, REST, C, SIZE, SKIP, RUN, OUTPUTS, TILE)
+        tl.atomic_add(out_ptr + weight_offsets, rest_total, exists, sem="relaxed")
 
 
 def _launch(
     settings: tuple[tuple[int, int, int, int], ...], x: Tensor, y: Tensor, size: int, stride: int, padding: int
 ) -> tuple[tuple[int, int], dict[str, int]]:
-    """The grid, which is tiles of an image × programs that share the images, and what a kernel is compiled for."""
+    """The grid (tiles of an image × programs that share the images) and the constants that a kernel is compiled for."""
     c, h, w = x.shape[1:]
     v = math.gcd(w * c, stride * c, 8)
     skip = -padding * c % v
     run = triton.cdiv(skip + size * c, v) * v
-    # A 7×7 patch of colours is 154 numbers: in parts of 128 and 32, where one power of two would be 256.
+    # A 7×7 patch of RGB pixels has 154 numbers: parts of 128 and 32 hold them, one power of two would be 256.
     part = max(16, triton.next_power_of_2(size * run) // 2)
     rest = max(16, triton.next_power_of_2(size * run - part)) if size * run > part else 0
     part, rest = (2 * part, 0) if rest == part else (part, rest)
@@ -170,7 +170,7 @@ def weight_gradient(dy: Tensor, x: Tensor, size: int, stride: int, padding: int)
 
 @triton.jit
 def _pool(x_ptr, y_ptr, code_ptr, outputs, h, w, c, PIXELS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The largest of each window, and which of its nine places it was in, row by row; the first one of equals."""
+    """The largest number of each window, and which of the nine places (row by row) has it; the first of equal ones."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row, col = pixel // (w // 2) % (h // 2) * 2 - 1, pixel % (w // 2) * 2 - 1
@@ -180,48 +180,48 @@ def _pool(x_ptr, y_ptr, code_ptr, outputs, h, w, c, PIXELS: tl.constexpr, COLUMN
     code = tl.full((PIXELS, COLUMNS), 4, tl.int8)
     for place in tl.static_range(9):
         y, x = row + place // 3, col + place % 3
-        live = inside & ((y >= 0) & (x >= 0))[:, None]  # h and w are even, so a window ends inside
-        there = ((image * h + y) * w + x)[:, None] * c + cols[None, :]
-        value = tl.load(x_ptr + there, live, other=float("-inf")).to(tl.float32)
+        live = inside & ((y >= 0) & (x >= 0))[:, None]  # h and w are even, so no window leaves the image below or right
+        offsets = ((image * h + y) * w + x)[:, None] * c + cols[None, :]
+        value = tl.load(x_ptr + offsets, live, other=float("-inf")).to(tl.float32)
         better = (value > best) | (value != value)
         best = tl.where(better, value, best)
         code = tl.where(better, place, code).to(tl.int8)
-    there = pixel.to(tl.int64)[:, None] * c + cols[None, :]
-    tl.store(y_ptr + there, best, inside)
-    tl.store(code_ptr + there, code, inside)
+    offsets = pixel.to(tl.int64)[:, None] * c + cols[None, :]
+    tl.store(y_ptr + offsets, best, inside)
+    tl.store(code_ptr + offsets, code, inside)
 
 
 @triton.jit
 def _window(dy_ptr, more_ptr, code_ptr, there, live):
-    """Which of their nine places some windows took, and the two readers' gradient of it."""
+    """For some windows: which of the nine places had the largest number, and the sum of the two readers' gradients."""
     dy = tl.load(dy_ptr + there, live, other=0.0).to(tl.float32) + tl.load(more_ptr + there, live, other=0.0)
     return tl.load(code_ptr + there, live, other=-1), dy
 
 
 @triton.jit
 def _pool_gradient(dy_ptr, more_ptr, code_ptr, dx_ptr, outputs, h, w, c, PIXELS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Window (i, j) has pixel (2i, 2j) in its middle. Of the four pixels from there on, one is in one window, two are
-    in two, and (2i+1, 2j+1) is in four."""
+    """Window (i, j) is centred on pixel (2i, 2j). Of the four pixels from (2i, 2j) to (2i+1, 2j+1), the first is in one
+    window, the next two are in two, and the last is in four."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     i, j = pixel // (w // 2) % (h // 2), pixel % (w // 2)
     image = (pixel // ((h // 2) * (w // 2))).to(tl.int64)
-    here = (pixel < outputs)[:, None] & (cols < c)[None, :]
-    right, below = here & (j + 1 < w // 2)[:, None], here & (i + 1 < h // 2)[:, None]
-    at = pixel.to(tl.int64)[:, None] * c + cols[None, :]
-    under = at + (w // 2) * c
-    code, d = _window(dy_ptr, more_ptr, code_ptr, at, here)
-    code_r, d_r = _window(dy_ptr, more_ptr, code_ptr, at + c, right)
+    inside = (pixel < outputs)[:, None] & (cols < c)[None, :]
+    right, below = inside & (j + 1 < w // 2)[:, None], inside & (i + 1 < h // 2)[:, None]
+    offsets = pixel.to(tl.int64)[:, None] * c + cols[None, :]
+    under = offsets + (w // 2) * c
+    code, d = _window(dy_ptr, more_ptr, code_ptr, offsets, inside)
+    code_r, d_r = _window(dy_ptr, more_ptr, code_ptr, offsets + c, right)
     code_b, d_b = _window(dy_ptr, more_ptr, code_ptr, under, below)
     code_rb, d_rb = _window(dy_ptr, more_ptr, code_ptr, under + c, right & below)
     out = ((image * h + 2 * i) * w + 2 * j)[:, None] * c + cols[None, :]
-    tl.store(dx_ptr + out, tl.where(code == 4, d, 0.0), here)
-    tl.store(dx_ptr + out + c, tl.where(code == 5, d, 0.0) + tl.where(code_r == 3, d_r, 0.0), here)
+    tl.store(dx_ptr + out, tl.where(code == 4, d, 0.0), inside)
+    tl.store(dx_ptr + out + c, tl.where(code == 5, d, 0.0) + tl.where(code_r == 3, d_r, 0.0), inside)
     out += w * c
-    tl.store(dx_ptr + out, tl.where(code == 7, d, 0.0) + tl.where(code_b == 1, d_b, 0.0), here)
+    tl.store(dx_ptr + out, tl.where(code == 7, d, 0.0) + tl.where(code_b == 1, d_b, 0.0), inside)
     four = tl.where(code == 8, d, 0.0) + tl.where(code_r == 6, d_r, 0.0)
     four += tl.where(code_b == 2, d_b, 0.0) + tl.where(code_rb == 0, d_rb, 0.0)
-    tl.store(dx_ptr + out + c, four, here)
+    tl.store(dx_ptr + out + c, four, inside)
 
 
 class _Pool(torch.autograd.Function):
@@ -254,5 +254,5 @@ def _pool_grid(y: Tensor) -> tuple[int, tuple[int, int]]:
 
 
 def pool(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Max-pool of (n, C, H, W) with even H and W; twice, for two readers, whose gradients then arrive apart."""
+    """Max-pool of (n, C, H, W) with even H and W, returned twice: the gradients of two readers arrive separately."""
     return cast(tuple[Tensor, Tensor], _Pool.apply(x))

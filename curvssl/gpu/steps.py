@@ -1,4 +1,4 @@
-"""The step of train/step.py compiled, or in pieces as one CUDA graph, with hand-written kernels where there are any."""
+"""The step of train/step.py compiled, or in pieces as one CUDA graph, with hand-written kernels where they exist."""
 
 import hashlib
 import os
@@ -21,32 +21,32 @@ from curvssl.models import Net
 if TYPE_CHECKING:
     from curvssl.train.step import Step
 
-KEEP_DAYS = 30  # after the last run of a state of the code, what was compiled for it goes
+KEEP_DAYS = 30  # from the last run with the same source code until its compiled code is deleted
 WARM_STEPS = 3  # real steps taken before a capture: they compile, and they make the optimiser's state
 
-Piece = Callable[[Tensor], tuple[Tensor, Tensor]]  # embeddings (2b, d) → some terms, and the gradient of their share
+Piece = Callable[[Tensor], tuple[Tensor, Tensor]]  # embeddings (2b, d) → some terms, and their share of the gradient
 
 
 class FastStep:
-    """Takes the steps of a plain `Step` in mode "compiled" or "captured", and hands back to it what cannot be."""
+    """Takes the steps of a plain `Step` in mode "compiled" or "captured"; falls back to the plain step if need be."""
 
     def __init__(self, step: "Step", mode: str) -> None:
         keep_compile_cache()
         self.step = step
         cuda = step.device.type == "cuda"
-        # Many kernels of a small network last a few µs; launched together, a 7×7-stem step takes an eighth less.
+        # Many kernels of a small network take a few µs. Launched together, they save an eighth of a 7×7-stem step.
         self._options: dict[str, Any] = {"combo_kernels": True} if cuda else {}
         if cuda:
             seek_fastest_convolutions()
             from curvssl.gpu import colour
 
             colour.speed_up(step.augment)
-        # A criterion from outside is run as it is: nobody knows what a compiler would make of it.
+        # A user's own criterion is not compiled: it may do anything.
         self._sum = isinstance(step.criterion, Loss) and not any(True for _ in step.criterion.parameters())
-        self._by_hand = False  # the encoder's pass
+        self._by_hand = False  # whether the encoder's pass is the one of layers.py
         self._graph: torch.cuda.CUDAGraph | None = None
         self._static: tuple[Tensor, Tensor] | None = None
-        self._taken = 0  # steps
+        self._taken = 0  # steps so far
         self._plain_state = plain_state(step.criterion)
         step.mode, step.take = mode, self.take
         if mode == "captured":
@@ -55,7 +55,7 @@ class FastStep:
             self._whole = self._compiled(self._terms if self._sum else step.embed)
 
     def take(self, batch: Tensor, u: Tensor) -> None:
-        """One step, or if this is the first and cannot be compiled, the plain step from now on."""
+        """One step. If the first one cannot be compiled, the plain step is used from then on."""
         step = self.step
         try:
             (self._take_captured if step.mode == "captured" else self._take_compiled)(batch, u)
@@ -65,7 +65,7 @@ class FastStep:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             print(f"this step cannot be compiled ({reason}): going on eagerly", file=sys.stderr)
             if step.device.type == "cuda":
-                torch.cuda.synchronize()  # with what had begun on other streams
+                torch.cuda.synchronize()  # for the work begun on other streams
             step.mode, step.take = "eager", step.plainly
             step.plainly(batch, u)
         self._taken += 1
@@ -80,7 +80,7 @@ class FastStep:
         return torch.stack(tuple(self.step.criterion.terms(*z.chunk(2)).values())), z  # type: ignore[operator]
 
     def _take_compiled(self, batch: Tensor, u: Tensor) -> None:
-        """Weights are applied outside what is compiled, or a new weight would be a new compilation."""
+        """Weights are applied outside the compiled part: otherwise a new weight would mean a new compilation."""
         step = self.step
         step.optimizer.zero_grad()
         if self._sum:
@@ -102,7 +102,7 @@ class FastStep:
         if self._taken < WARM_STEPS:
             from curvssl.gpu import overlap
 
-            # The steps before the capture are real ones, on another stream, as capture asks.
+            # The steps before the capture are real ones, on another stream, as CUDA graphs require.
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream), nullcontext() if self._taken else overlap.one_stream():
@@ -116,7 +116,7 @@ class FastStep:
         self._graph.replay()
 
     def _capture(self, batch: Tensor, u: Tensor) -> bool:
-        """Record the step; where that cannot be, one line says why, and steps go on in pieces."""
+        """Record the step. If that fails, one line says why, and the next steps are taken piece by piece."""
         changed = [
             name for name, value in plain_state(self.step.criterion).items() if value != self._plain_state.get(name)
         ]
@@ -127,7 +127,7 @@ class FastStep:
 
             graph = torch.cuda.CUDAGraph(keep_graph=True)
             self.step.optimizer.zero_grad()
-            # What the rest of the step waits for goes before what runs beside it.
+            # The main stream has priority over the second one: the rest of the step waits for it.
             with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1)):
                 self._take_pieces(batch, u)
             zero_by_kernels(graph)
@@ -137,16 +137,16 @@ class FastStep:
             print(f"this step cannot be captured in a CUDA graph ({reason}): going on compiled", file=sys.stderr)
             self.step.mode, self.step.take = "compiled", self._take_pieces
             torch.cuda.synchronize()
-            # torch's own random numbers still believe in the capture; a copy of their state does not.
-            numbers = torch.cuda.default_generators[torch.cuda.current_device()]
-            numbers.graphsafe_set_state(numbers.clone_state())
+            # torch's generator still behaves as if it were being captured; a copy of its state does not.
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())
             return False
         self._graph = graph
         return True
 
     def _take_pieces(self, batch: Tensor, u: Tensor) -> None:
-        """The step in pieces that are compiled or written by hand: each term goes from the embeddings to its share of
-        their gradient without waiting for the others, all but the first on the second stream."""
+        """The step in pieces, compiled or hand-written. Each term computes its share of the embeddings' gradient
+        without waiting for the others; all but the first do so on the second stream."""
         from curvssl.gpu import overlap
 
         step = self.step
@@ -172,7 +172,7 @@ class FastStep:
             step.finish(terms, weights, copies[0])
 
     def _in_pieces(self) -> tuple[Callable[..., tuple[Tensor, ...]], list[Piece], list[Tensor]]:
-        """The embeddings, the pieces of the loss, and their weights, which are read at every step."""
+        """The function that embeds, the pieces of the loss, and their weights, which are read at every step."""
         from curvssl.gpu import layers
 
         step = self.step
@@ -190,18 +190,18 @@ class FastStep:
         def terms(z: Tensor) -> Tensor:
             return part.exactly(z.unflatten(0, (2, -1)))
 
-        plain = self._compiled(terms, split_reductions=False)  # one launch costs more here than what a second gains
+        plain = self._compiled(terms, split_reductions=False)  # a second launch costs more here than it gains
 
         def piece(z: Tensor) -> tuple[Tensor, Tensor]:
             z = z.detach().requires_grad_()
             fast = fused.numbers(part, z.unflatten(0, (2, -1)))
-            found = plain(z) if fast is None else fast
-            return found.detach(), torch.autograd.grad(found, z, weights)[0]
+            values = plain(z) if fast is None else fast
+            return values.detach(), torch.autograd.grad(values, z, weights)[0]
 
         return piece
 
     def _own(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """A criterion from outside, which may have parameters too."""
+        """The piece of a user's own criterion, which may have parameters."""
         z = z.detach().requires_grad_()
         loss, terms = self.step.judge(*z.chunk(2))
         loss.backward()
@@ -212,7 +212,7 @@ class FastStep:
         return copies_of(self.step.embed(batch, u), readers)
 
     def _embed_by_hand(self) -> Callable[..., tuple[Tensor, ...]]:
-        """`_embed` with an encoder that the compiler does not look into."""
+        """`_embed` with the encoder's pass of layers.py, which is not compiled."""
         from curvssl.gpu import layers
 
         step, net = self.step, self.step.net
@@ -230,10 +230,10 @@ class FastStep:
         def embed(batch: Tensor, u: Tensor, readers: int) -> tuple[Tensor, ...]:
             if self._taken or not batch.is_cuda:
                 x = views(batch, u)
-            else:  # the encoder's kernels are compiled while the compiler is at the views
-                with ThreadPoolExecutor(1) as beside:
+            else:  # the encoder's kernels are compiled while torch compiles the views
+                with ThreadPoolExecutor(1) as thread:
                     shape = (2 * len(batch), step.augment.size, low, torch.cuda.current_stream())
-                    done = beside.submit(layers.rehearse, net.encoder, *shape)
+                    done = thread.submit(layers.rehearse, net.encoder, *shape)
                     x = views(batch, u)
                     done.result()
             return project(layers.encode(net.encoder, x), readers)
@@ -242,35 +242,35 @@ class FastStep:
 
 
 def copies_of(z: Tensor, readers: int) -> tuple[Tensor, ...]:
-    """One copy a reader, so that the compiler adds the readers' gradients where it next touches them."""
+    """One copy per reader, so that the compiler adds the readers' gradients in the kernel that uses them next."""
     return (z, *(z.clone() for _ in range(readers - 1)))
 
 
 def plain_state(criterion: Any) -> dict[str, Any]:
-    """The numbers and words that a module keeps beside its tensors: a captured step would not see them change."""
+    """The numbers and strings that a module keeps beside its tensors: a captured step would not see them change."""
     kinds = (bool, int, float, str, tuple)
     return {
         f"{path}.{name}".lstrip("."): value
         for path, module in criterion.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, kinds) and not isinstance(module, Loss)  # whose weights are read at every step
+        if isinstance(value, kinds) and not isinstance(module, Loss)  # its weights are read at every step
     }
 
 
 def seek_fastest_convolutions() -> None:
-    """Training meets the same shapes again and again: cuDNN times all its algorithms for them, not the first ten."""
+    """Make cuDNN time all its algorithms, not only the first ten: training repeats the same shapes."""
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.benchmark_limit = 0
 
 
 def is_from_a_compiler(error: Exception) -> bool:
-    """Whether torch's compiler or Triton's gave up."""
+    """Whether the error comes from torch's compiler or Triton's."""
     return isinstance(error, torch._dynamo.exc.TorchDynamoException) or type(error).__module__.startswith("triton.")
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with a code object of its own: torch.compile gives up on one that it has compiled eight times,
-    and a process may train more often than that."""
+    """The same function with its own code object: torch.compile gives up on a code object after eight compilations, and
+    a process may train more often than that."""
     if isinstance(function, types.MethodType):
         return types.MethodType(with_own_code(function.__func__), function.__self__)
     assert isinstance(function, types.FunctionType)
@@ -281,9 +281,11 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_compile_cache() -> None:
-    """What was compiled once is found again by the next run of the same code. (torch does not see that the gradient of
-    an operation was rewritten, hence a folder for each state of the code; and hence it keeps graphs with an
-    autograd.Function only if asked to.)"""
+    """Keep compiled code for the next run of the same source code.
+
+    torch does not notice that the gradient of an operation was rewritten. Hence each state of the source code has its
+    own folder, and hence torch keeps graphs with an autograd.Function only if asked to.
+    """
     import torch._functorch.config
 
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
@@ -296,4 +298,4 @@ def keep_compile_cache() -> None:
             os.utime(folder)  # used today
             for other in folder.parent.iterdir():
                 if time.time() - other.stat().st_mtime > KEEP_DAYS * 24 * 3600:
-                    shutil.rmtree(other, ignore_errors=True)  # another process may be at it too
+                    shutil.rmtree(other, ignore_errors=True)  # another process may delete it, too
