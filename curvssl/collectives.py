@@ -1,4 +1,4 @@
-"""Sums and gathers over the ranks of torch.distributed that gradients flow back through.
+"""Sums and gathers over the ranks of torch.distributed, with gradients.
 
 With one process they do nothing. With W ranks, every rank returns the same loss L, and the backward passes below are
 those of Σ_ranks L = W·L: the gradient that reaches rank r's embeddings is W·∂L/∂z_r, and the average that
@@ -41,7 +41,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        # Every rank's loss looked at our rows: add up what they say of them, keep our own.
+        # Every rank's loss depends on our rows: sum the gradients over the ranks, then keep those of our rows.
         return _Total.apply(grads[0]).chunk(world_size())[rank()]
 
 
@@ -51,5 +51,5 @@ def total(x: Tensor) -> Tensor:
 
 
 def gather(x: Tensor) -> Tensor:
-    """The rows of all ranks in the order of the ranks, (b, …) → (W·b, …); every rank brings equally many."""
+    """The rows of all ranks in the order of the ranks, (b, …) → (W·b, …); every rank must have b rows."""
     return x if world_size() == 1 else _Gather.apply(x)

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and one process at a time in a folder."""
+"""Atomic writing of files, and a lock that lets only one process at a time use a folder."""
 
 import contextlib
 import fcntl
@@ -13,7 +13,7 @@ from curvssl.config import UserError
 
 
 def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file so that a crash at any moment leaves the old one or the new one, never a part."""
+    """Write a file so that a crash at any moment leaves the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -35,14 +35,14 @@ def write_json(path: Path, value: Any) -> None:
 
 
 class Busy(UserError):
-    """Another process is at it."""
+    """Another process holds the lock."""
 
 
 @contextlib.contextmanager
 def lock(folder: Path, *, waiting: str | None = None) -> Iterator[None]:
-    """One process at a time in a folder; the lock goes with its process, however that ends.
+    """Let only one process at a time use a folder; the lock ends with its process, however that ends.
 
-    Where another holds it, `Busy` is raised, or with `waiting` that line is said and the lock waited for.
+    If another process holds it, raise `Busy`; or with `waiting`, print that line and wait for the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as file:
@@ -57,5 +57,5 @@ def lock(folder: Path, *, waiting: str | None = None) -> Iterator[None]:
 
 
 def say(line: str) -> None:
-    """One line for the user, on stderr."""
+    """Print one line for the user on stderr."""
     print(f"curvssl: {line}", file=sys.stderr, flush=True)

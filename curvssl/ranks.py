@@ -1,6 +1,6 @@
-"""The processes of a run over several devices: how ranks find each other and agree, and networks over ranks.
+"""Runs over several processes (ranks): how ranks connect, exchange values, average gradients and share BatchNorm.
 
-With one process, all of it does nothing.
+With one process, nothing here has an effect.
 """
 
 import os
@@ -23,33 +23,33 @@ T = TypeVar("T")
 
 @contextmanager
 def ranks(device: torch.device) -> Iterator[torch.device]:
-    """This process's device; under torchrun it is also one of the ranks, for as long as the block lasts."""
+    """This process's device. Under torchrun the process is also one of the ranks, for as long as the block lasts."""
     launched = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
     if device.type == "cuda" and launched:
-        place, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if place >= there:
-            raise UserError(f"{ranks_here()} ranks on a machine with {there} CUDA devices: lower --nproc-per-node")
-        device = torch.device("cuda", place)
+        index, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if index >= count:
+            raise UserError(f"{ranks_here()} ranks on a machine with {count} CUDA devices: lower --nproc-per-node")
+        device = torch.device("cuda", index)
         torch.cuda.set_device(device)
-    if not launched or dist.is_initialized():  # whoever has initialised it may go on using it
+    if not launched or dist.is_initialized():  # the caller's group stays the caller's
         yield device
         return
-    # Host values (whether to stop, what was read) go by gloo in either case, so that no rank waits for its device.
+    # Host values (whether to stop, what was read) always use gloo, so that no rank waits for its device.
     store, rank, size = next(rendezvous("env://"))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and size == int(os.environ["LOCAL_WORLD_SIZE"]):
-        # torchrun keeps one store over its restarts, with the addresses of ranks that are gone. Over several machines
-        # their counts of restarts may differ: docs/scaling.md has the setting that gives every start its own store.
+        # torchrun keeps one store across restarts, with the addresses of ranks that have ended. On several machines
+        # the restart counts may differ: docs/scaling.md has the setting that gives every start its own store.
         store = dist.PrefixStore(f"start-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     yield device
-    # Not after an error: the others may be inside a collective, which only the end of this process ends.
+    # Not after an error: the other ranks may wait in a collective until this process ends.
     wait()
     dist.destroy_process_group()
 
 
 def is_main() -> bool:
-    """Whether this is the one process that writes."""
+    """Whether this is rank 0, the only process that writes."""
     return rank() == 0
 
 
@@ -59,13 +59,13 @@ def ranks_here() -> int:
 
 
 def shares(n: int) -> list[slice]:
-    """One part of 0 … n − 1 for each rank, in order, none left out; where W does not divide n, sizes differ by one."""
+    """One part of 0 … n − 1 for each rank, in order, without gaps; if W does not divide n, sizes differ by one."""
     w = world_size()
     return [slice(r * n // w, (r + 1) * n // w) for r in range(w)]
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether it is so on any rank. Every rank gets the same answer."""
+    """Whether `flag` is true on any rank. Every rank gets the same answer."""
     if world_size() == 1:
         return flag
     seen = torch.tensor([flag], dtype=torch.int32)
@@ -74,12 +74,12 @@ def any_rank(flag: bool) -> bool:
 
 
 def wait() -> None:
-    """Until every rank is here."""
+    """Wait until every rank calls this."""
     any_rank(False)
 
 
 def from_main(value: T) -> T:
-    """Rank 0's value, on every rank; the others bring anything."""
+    """Rank 0's value, on every rank; the other ranks' values are ignored."""
     if world_size() == 1:
         return value
     box: list[Any] = [value if is_main() else None]
@@ -97,7 +97,7 @@ def from_all(value: T) -> list[T]:
 
 
 def broadcast(x: Tensor | None, *, source: int) -> None:
-    """Fill x with what rank `source` holds in it; nothing to do for None."""
+    """Fill x on every rank with rank `source`'s x; nothing to do for None."""
     if world_size() > 1 and x is not None:
         dist.broadcast(x, src=source)
 
@@ -106,18 +106,18 @@ def broadcast(x: Tensor | None, *, source: int) -> None:
 
 
 def averaged(net: nn.Module, *, device: torch.device) -> nn.Module:
-    """The net with its gradients averaged over the ranks."""
+    """The network with its gradients averaged over the ranks."""
     place = [device] if device.type == "cuda" else None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
-        # Running statistics are those of the global batch, so they are alike on all ranks without being sent.
+        # Running statistics are those of the global batch, so they are equal on all ranks without being sent.
         return nn.parallel.DistributedDataParallel(net, device_ids=place, broadcast_buffers=False)
 
 
 def synchronise(net: nn.Module, *, device: torch.device) -> None:
-    """Make every BatchNorm inside the net one of the global batch; the names and shapes of its weights stay."""
+    """Make every BatchNorm of the network use the global batch; names and shapes of its weights do not change."""
     if device.type == "cuda":
-        if "timm" in sys.modules:  # some of its layers are a BatchNorm and an activation in one
+        if "timm" in sys.modules:  # some of its layers combine BatchNorm and activation
             from timm.layers import convert_sync_batchnorm
 
             convert_sync_batchnorm(net)
@@ -136,16 +136,16 @@ def global_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     own = torch.batch_norm_update_stats(x, None, None, 0.0)  # what BatchNorm itself calls; var_mean is 20 times slower
     means, variances = gather(torch.stack(own)[None]).unbind(1)  # (W, C) each
     mean = means.mean(0)
-    # Every rank has equally many: the variance is the mean of the variances plus the variance of the means.
+    # All ranks have equally many values: the variance is the mean of the variances plus the variance of the means.
     return mean, variances.mean(0) + (means - mean).square().mean(0)
 
 
 class _Normalise(torch.autograd.Function):
-    """y = γ x̂ + β, x̂ = (x − μ) / √(σ² + ε), and with the averages over the n values of a channel on all ranks
+    """y = γ x̂ + β, x̂ = (x − μ) / √(σ² + ε), and with averages ⟨·⟩ over the n values of a channel on all ranks
 
         ∂x = γ / √(σ² + ε) · (∂y − ⟨∂y⟩ − x̂ ⟨∂y x̂⟩)
 
-    By torch's own kernels: written out as tensor arithmetic it takes a training step twice as long.
+    It uses torch's own kernels: as tensor arithmetic it would make a training step twice as long.
     """
 
     @staticmethod
@@ -174,9 +174,9 @@ class _Normalise(torch.autograd.Function):
 
 
 class BatchNorm(nn.modules.batchnorm._BatchNorm):
-    """y = γ (x − μ) / √(σ² + ε) + β with μ and σ² of the global batch; torch's SyncBatchNorm is for CUDA alone.
+    """y = γ (x − μ) / √(σ² + ε) + β with μ and σ² of the global batch; torch's SyncBatchNorm is for CUDA only.
 
-    It takes over another's weights and running statistics, and timm's activation where there is one.
+    It takes over the weights and running statistics of `norm`, and timm's dropout and activation if it has any.
     """
 
     def __init__(self, norm: nn.modules.batchnorm._BatchNorm) -> None:

@@ -1,4 +1,4 @@
-"""What lies on disk for one run: config, metrics, checkpoints, encoder. Files appear whole or not at all."""
+"""The run directory: config, metrics, checkpoints and encoder of one run. Files appear whole or not at all."""
 
 import json
 import os
@@ -42,15 +42,15 @@ class Run:
 
     @classmethod
     def create(cls, path: str | Path, config: PretrainConfig) -> "Run":
-        """A new run, or the one that is there already if it has the same configuration. Call it under `lock`."""
+        """A new run, or the existing one if it has the same configuration. Call it under `lock`."""
         path = Path(path)
         new = cls(path, config)
-        # A run that stopped before it learned anything, by a mistyped name perhaps, stands in nobody's way.
+        # A run that stopped before it learned anything, perhaps because of a mistyped name, is replaced.
         if not (path / "config.json").exists() or not (new.finished or new.checkpoints() or new.metrics()):
             write_json(path / "config.json", config.to_dict())
         run = cls.read(path)
-        here, asked = _flat(run.config.to_dict()), _flat(config.to_dict())
-        changed = [f"{n} {here[n]} → {asked[n]}" for n in asked if here[n] != asked[n] and n not in FREE]
+        stored, asked = _flat(run.config.to_dict()), _flat(config.to_dict())
+        changed = [f"{n} {stored[n]} → {asked[n]}" for n in asked if stored[n] != asked[n] and n not in FREE]
         if changed:
             raise UserError(f"{path} holds a run with other settings ({'; '.join(changed)}): use another --out")
         return new
@@ -58,7 +58,7 @@ class Run:
     # ---- metrics ----
 
     def metrics(self) -> list[dict[str, Any]]:
-        """One row an epoch; a half-written line, the mark of a crash, ends them."""
+        """One row per epoch, up to the first half-written line, which a crash may leave."""
         file = self.path / "metrics.jsonl"
         rows = []
         for line in file.read_text().splitlines() if file.exists() else []:
@@ -73,7 +73,7 @@ class Run:
             file.write(json.dumps(row) + "\n")
 
     def rewind_metrics(self, step: int) -> None:
-        """Forget what was logged after the checkpoint that training goes on from, half-written lines included."""
+        """Delete the rows after the checkpoint from which training resumes, and half-written lines."""
         kept = [json.dumps(row) + "\n" for row in self.metrics() if row["step"] <= step]
         write_bytes(self.path / "metrics.jsonl", "".join(kept).encode())
 
@@ -91,10 +91,10 @@ class Run:
             old.unlink()
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint that can be read; one that cannot is said and removed."""
+        """The newest checkpoint that can be read; one that cannot is reported and deleted."""
         import torch
 
-        for part in self.path.glob(".checkpoint-*.part"):  # a killed process was writing it
+        for part in self.path.glob(".checkpoint-*.part"):  # left by a process that was killed while writing
             part.unlink()
         for file in reversed(self.checkpoints()):
             try:
@@ -111,7 +111,7 @@ class Run:
         return (self.path / "encoder.safetensors").exists()
 
     def save_net(self, net: "Net", *, channels: int) -> None:
-        """The projector first: a run with an encoder is finished."""
+        """The projector is written first, because a run with an encoder counts as finished."""
         from safetensors.torch import save
 
         for name in ("projector", "encoder"):
@@ -119,7 +119,7 @@ class Run:
             write_bytes(self.path / f"{name}.safetensors", save(weights, metadata={"channels": str(channels)}))
 
     def make_net(self, *, channels: int, encoder: "nn.Module | None" = None) -> "Net":
-        """The untrained network of this run; an encoder that was given in Python has to be given again."""
+        """The untrained network of this run. An encoder that was given in Python must be given again."""
         from curvssl.models import make_net
 
         c = self.config
@@ -141,7 +141,7 @@ class Run:
         )
 
     def load_net(self, *, encoder: "nn.Module | None" = None) -> "Net":
-        """Encoder and projector of a finished run, in eval mode; an own encoder's weights go into the one given."""
+        """Encoder and projector of a finished run, in eval mode; an own encoder's weights are loaded into `encoder`."""
         from safetensors import safe_open
 
         if not self.finished:
@@ -164,7 +164,7 @@ class Run:
 def load_encoder(path: str | Path, *, encoder: "nn.Module | None" = None) -> "nn.Module":
     """The trained encoder of a finished run, in eval mode: from a run directory or its encoder.safetensors.
 
-    Of a run that was given its encoder in Python, the weights go into `encoder`, a module of the same kind.
+    If the run was given its encoder in Python, the weights are loaded into `encoder`, a module of the same kind.
     """
     path = Path(path)
     return Run.read(path.parent if path.suffix == ".safetensors" else path).load_net(encoder=encoder).encoder
@@ -191,7 +191,7 @@ def provenance(*, device: str) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The source's commit, marked when files differ from it; none outside a checkout. $CURVSSL_COMMIT overrides."""
+    """The commit of the source, marked if files differ from it; None outside a checkout. $CURVSSL_COMMIT overrides."""
     if "CURVSSL_COMMIT" in os.environ:
         return os.environ["CURVSSL_COMMIT"]
     here = Path(__file__).parent

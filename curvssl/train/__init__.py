@@ -1,1 +1,1 @@
-"""Pretraining: the loop, one step of it, and what is watched meanwhile."""
+"""Pretraining: the loop, one step of it, and the metrics measured meanwhile."""

@@ -1,8 +1,8 @@
-"""Pretraining: the loop, in plain sight.
+"""The training loop of pretraining.
 
-Step s of a run is decided by the seed and s alone: the order of the images comes from (seed, epoch), the uniform
-numbers of the views from (seed, s). So a run that goes on from a checkpoint sees what it would have seen anyway, and
-W ranks, each with its W-th part of every batch, see together what one process would.
+Step s of a run depends only on the seed and s: the order of the images comes from (seed, epoch), the uniform numbers of
+the views from (seed, s). So a run resumed from a checkpoint sees the same images as one that was never interrupted, and
+W ranks, each with its W-th part of every batch, together see the same images as one process.
 """
 
 import copy
@@ -39,7 +39,7 @@ from curvssl.train import watch
 from curvssl.train.own import keep_own
 from curvssl.train.step import Step, make_optimizer
 
-LAG = 60  # steps that a CUDA device is given after an epoch before the host reads the epoch's numbers: it never idles
+LAG = 60  # steps given to a CUDA device after an epoch before the host reads the epoch's metrics: so it never idles
 
 
 class Stopped(KeyboardInterrupt):
@@ -62,7 +62,7 @@ def pretrain(
 ) -> Run:
     """Train until the run is finished, from its last checkpoint if it has one; the run directory holds the result.
 
-    Own parts take the place of what the configuration names. What is given is left as it is: the run trains copies.
+    Objects given here replace what the configuration names. They are not changed: the run trains copies.
 
     criterion: any module (z0, z1) → scalar; its parameters are trained, its buffers are part of every checkpoint.
     encoder: any module (b, 3, H, W) → (b, d_h); see `curvssl.load_encoder` for how to get it back.
@@ -160,7 +160,7 @@ def _train(
     if state is not None:
         done, seconds = state["step"], state["seconds"]
         net.load_state_dict(state["net"])
-        groups = optimizer.state_dict()["param_groups"]  # this process's: the device may be another
+        groups = optimizer.state_dict()["param_groups"]  # this process's own: its device may differ
         optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
         criterion.load_state_dict(state["criterion"])
         step.sums, step.count = state["sums"].to(device), state["count"]
@@ -173,7 +173,7 @@ def _train(
 
     def save(seconds: float) -> None:
         if not all(bool(t.isfinite().all()) for t in (step.sums, *net.parameters(), *criterion.parameters())):
-            return  # a checkpoint with a broken loss would only be broken again
+            return  # a run resumed from it would have the same broken loss
         run.save_checkpoint(
             {
                 "step": done,
@@ -187,7 +187,7 @@ def _train(
         )
 
     net.train()
-    row: dict[str, Any] = {}  # of the last epoch, and what was measured at its end and is not in it yet
+    row: dict[str, Any] = {}  # of the last epoch; `measured` is what was measured at its end and is not in the row yet
     measured: watch.Measured | None = None
     lag = steps_behind(device)
     numbers = torch.Generator(device=device)
@@ -196,16 +196,16 @@ def _train(
     epoch_first = done
     mine = ranks.shares(config.batch_size)[rank()]
     place = torch.device("cpu") if images is None else device
-    fit_there = fit.to(place)
+    fit_rows = fit.to(place)
     order = batches(len(fit), size=config.batch_size, seed=config.seed, first=done, last=last, device=place)
-    rows = (fit_there[batch[mine]] for batch in order)
+    rows = (fit_rows[batch[mine]] for batch in order)
     inputs = data.train.images.batches(rows, device=device) if images is None else rows
     watched = data.train.images if images is None else TensorImages.of(images)
     bar = watch.progress_bar(last, done, hidden=not progress, title=run.path.name)
     charts = watch.tensorboard(run.path, done=done) if main else nullcontext(lambda row: None)
 
     def write_row(*, monitored: bool = False) -> None:
-        """Finish the row of the epoch that was measured last, look at it and write it down."""
+        """Complete the row of the epoch that was measured last, check it and write it."""
         nonlocal row, measured, epoch_started, epoch_first
         assert measured is not None
         row |= measured.row()
@@ -254,7 +254,7 @@ def _train(
         write_json(run.path / "provenance.json", facts | {"seconds": seconds + time.monotonic() - started})
 
 
-# ---- what the loop needs ----
+# ---- helpers of the loop ----
 
 
 def pick_device(name: str) -> torch.device:
@@ -271,12 +271,12 @@ def pick_mode(name: str, *, device: torch.device, optimizer: str) -> str:
         if name == "captured":
             raise UserError("step captured is for one device: with several use --step eager or compiled")
         return "compiled"
-    if not find_spec("curvssl.gpu"):  # an installation without what is for speed alone
+    if not find_spec("curvssl.gpu"):  # an installation without the folder that exists only for speed
         if name not in ("auto", "eager"):
             raise UserError(f"step {name} needs the folder curvssl/gpu, which is missing here: use --step eager")
         return "eager"
     if name in ("auto", "captured") and device.type == "cuda":
-        if optimizer == "lars":  # its learning rate is a number inside the kernels
+        if optimizer == "lars":  # its learning rate would be a constant inside the captured kernels
             print("lars cannot be captured in a CUDA graph: the step is compiled", file=sys.stderr)
             return "compiled"
         return "captured"
@@ -284,17 +284,17 @@ def pick_mode(name: str, *, device: torch.device, optimizer: str) -> str:
 
 
 def steps_behind(device: torch.device) -> int:
-    """Steps after the end of an epoch before its numbers are read."""
+    """How many steps after the end of an epoch its metrics are read."""
     return LAG if device.type == "cuda" and world_size() == 1 else 0
 
 
 def make_criterion(config: PretrainConfig) -> nn.Module:
-    """The loss of the method that the configuration names, with its settings."""
+    """The loss of the configured method, with its settings."""
     return METHODS[config.method].make(**config.loss_settings())
 
 
 def make_step(mode: str, *, net: nn.Module, device: torch.device, **parts: Any) -> Step:
-    """One step of training: the plain one, or the same compiled or captured. Over ranks gradients are averaged."""
+    """One training step: plain, compiled or captured. Over several ranks gradients are averaged."""
     if world_size() > 1:
         if mode == "compiled":
             from curvssl import gpu
@@ -310,7 +310,7 @@ def make_step(mode: str, *, net: nn.Module, device: torch.device, **parts: Any) 
 
 
 def keep_description(run: Run, data: Dataset, *, new: bool) -> None:
-    """data.json: what the encoder's users need to know of the data. A run goes on with the data it began with."""
+    """Write data.json: what users of the encoder need to know about the data. A run is not resumed with other data."""
     known, now = run.read_json("data.json"), describe(data)
     if not new and known and known["sha256"] != now["sha256"]:
         raise UserError(
@@ -332,7 +332,7 @@ def learning_rate(s: int, config: PretrainConfig, *, steps_per_epoch: int) -> fl
 
 @contextmanager
 def stopping() -> Iterator[list[int]]:
-    """Signals that ask to stop are noted here and answered at the next step, with a checkpoint."""
+    """Collect signals that ask to stop; the loop answers them after the current step, with a checkpoint."""
     seen: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield seen

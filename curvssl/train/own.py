@@ -1,7 +1,7 @@
-"""What a caller of `curvssl.pretrain` gave as objects, as far as a run directory can record it.
+"""Records which objects a caller gave to `curvssl.pretrain`, as far as a run directory can hold them.
 
-A run goes on with what it began with: the same class with the same code, settings and shapes. The weights themselves
-come from the checkpoint.
+A run is resumed only with the objects it began with: the same class with the same code, settings and shapes. The
+weights themselves come from the checkpoint.
 """
 
 import hashlib
@@ -19,10 +19,10 @@ FILE = "own.json"
 
 
 def described(module: nn.Module) -> dict[str, str]:
-    """Class, code, settings and shapes of a module, as words."""
+    """Class, code, settings and shapes of a module, as strings."""
     kind = type(module)
     words = {"class": f"{kind.__module__}.{kind.__qualname__}"}
-    with suppress(OSError, TypeError):  # typed into a shell, there is no file to read it from
+    with suppress(OSError, TypeError):  # a class typed into a shell has no source file
         words["code"] = hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()[:16]
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -34,7 +34,7 @@ def described(module: nn.Module) -> dict[str, str]:
 
 
 def keep_own(run: Run, parts: dict[str, nn.Module | None], *, new: bool) -> None:
-    """Record what was given, or refuse to go on with something else."""
+    """Record what was given, or refuse to resume with something else."""
     now = {name: described(part) for name, part in parts.items() if part is not None}
     known: dict[str, dict[str, Any]] = run.read_json(FILE)
     if new:

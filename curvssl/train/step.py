@@ -1,7 +1,7 @@
 """One training step: two views, forward, loss, backward, optimiser. This is the reference, on any device.
 
-What a step needs comes in as tensors (which images, which uniform numbers, which learning rate), so that gpu/ can
-replace `take` by the same arithmetic, compiled or captured in a CUDA graph.
+The inputs of a step are tensors (which images, which uniform numbers, which learning rate), so that gpu/ can replace
+`take` by the same arithmetic, compiled or captured in a CUDA graph.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from curvssl.models import per_view
 
 
 class Step:
-    """Call with (batch, u, lr); read `means()` and `z` when you like.
+    """Call with (batch, u, lr); read `means()` and `z` at any time.
 
-    `batch` holds row numbers of `images` (b,) if these live on the device, else uint8 images (b, C, H, W). (2, b, P)
-    are the uniform numbers of the two views. `criterion` is any module (z0, z1) → scalar; of a `Loss` every term is
-    logged.
+    `batch` holds row numbers (b,) of `images` if these are on the device, else uint8 images (b, C, H, W). `u` (2, b, P)
+    holds the uniform numbers of the two views. `criterion` is any module (z0, z1) → scalar; if it is a `Loss`, every
+    term is logged.
     """
 
     def __init__(
@@ -36,17 +36,17 @@ class Step:
         device: torch.device,
         bf16: bool,
     ) -> None:
-        per_view(net)  # both views pass in one batch, and BatchNorm still sees one at a time, as the paper has it
+        per_view(net)  # both views go through in one batch, but BatchNorm uses one view at a time, as in the paper
         self.net, self.criterion, self.augment, self.optimizer = net, criterion, augment, optimizer
         self.images, self.device, self.bf16 = images, device, bf16
         self.mode = "eager"
         self.take = self.plainly
-        # The terms of the loss and their weights, or the loss alone. Weights are read at every step.
+        # The terms of the loss, or the loss alone, and their weights, which are read at every step.
         self.names = tuple(name for _, part in self.parts() for name in part.names) or ("loss",)
         self.weights = torch.ones(len(self.names), device=device)
-        self._weights = [1.0] * len(self.names)  # the same on the host
+        self._weights = [1.0] * len(self.names)  # a copy on the host
         self._ones = torch.ones_like(self.weights)
-        self.sums = torch.zeros(2, len(self.names), device=device)  # of the terms as they are, and weighted
+        self.sums = torch.zeros(2, len(self.names), device=device)  # of the terms, and of the weighted terms
         self.count = 0
         self.z = torch.zeros(0, device=device)
 
@@ -68,7 +68,7 @@ class Step:
         return self.criterion.parts() if isinstance(self.criterion, Loss) else ()
 
     def plainly(self, batch: Tensor, u: Tensor) -> None:
-        """The step as one would write it down."""
+        """The step in plain torch."""
         self.optimizer.zero_grad()
         z = self.embed(batch, u)
         loss, terms = self.judge(*z.chunk(2))
@@ -87,7 +87,7 @@ class Step:
         return loss, loss.detach().view(1)
 
     def finish(self, terms: Sequence[Tensor], weights: Sequence[Tensor], z: Tensor) -> None:
-        """After the backward pass: the optimiser moves the weights, and the terms are added up."""
+        """After the backward pass: update the weights, and add up the terms."""
         if world_size() > 1:  # the network's gradients are averaged by DistributedDataParallel
             for p in self.criterion.parameters():
                 if p.grad is not None:
@@ -96,7 +96,7 @@ class Step:
         self.keep(terms, weights, z)
 
     def keep(self, terms: Sequence[Tensor], weights: Sequence[Tensor], z: Tensor) -> None:
-        """Add the terms, in one or more pieces, to the sums; one launch for all of them."""
+        """Add the terms, in one or more pieces, to the sums, all in one launch."""
         self.z = z.detach()
         if self.sums.dtype != terms[0].dtype:  # float64, in tests
             self.sums, weights = self.sums.to(terms[0].dtype), [weight.to(terms[0].dtype) for weight in weights]
@@ -106,13 +106,13 @@ class Step:
         torch._foreach_addcmul_(places, [*terms, *terms], [*ones, *weights])
 
     def embed(self, batch: Tensor, u: Tensor) -> Tensor:
-        """The two views' embeddings, one under the other, (2b, d), in float32 at least."""
+        """The embeddings of the two views, one below the other: (2b, d), at least in float32."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             z = self.net(self.views(batch, u))
         return z.to(torch.promote_types(z.dtype, torch.float32))
 
     def views(self, batch: Tensor, u: Tensor) -> Tensor:
-        """Both views, one under the other, (2b, C, H, W)."""
+        """Both views, one below the other: (2b, C, H, W)."""
         x = batch if self.images is None else self.images.index_select(0, batch)
         return self.augment(torch.cat((x, x)), u.flatten(0, 1)).contiguous(memory_format=torch.channels_last)
 
@@ -125,7 +125,7 @@ class Step:
         self.count = 0
 
     def gradient_norm(self) -> Tensor:
-        """Norm of the gradient of the step that ran last, on the device."""
+        """Norm of the last step's gradient, on the device."""
         return torch.nn.utils.get_total_norm([p.grad for p in self.net.parameters() if p.grad is not None])
 
 
@@ -138,7 +138,7 @@ def means(sums: Tensor, count: int, *, names: Sequence[str]) -> dict[str, float]
 def make_optimizer(
     net: nn.Module, *, name: str, lr: float, weight_decay: float, momentum: float, device: torch.device, mode: str
 ) -> torch.optim.Optimizer:
-    """adam and sgd are torch's, fused on CUDA; lars is timm's. A captured step reads its rate from a tensor."""
+    """adam and sgd are torch's, fused on CUDA; lars is timm's. A captured step reads `lr` from a tensor."""
     captured = mode == "captured"
     rate = torch.tensor(lr, device=device) if captured else lr
     fused = True if device.type == "cuda" else None
@@ -150,7 +150,7 @@ def make_optimizer(
         from timm.optim import Lars
     except ModuleNotFoundError:
         raise UserError("optimizer lars needs timm: pip install 'curvssl[timm]'") from None
-    # Gains and biases take no part in weight decay or in the layer-wise rate.
+    # Gains and biases get neither weight decay nor the layer-wise rate.
     plain = [p for p in net.parameters() if p.ndim < 2]
     layers = [p for p in net.parameters() if p.ndim >= 2]
     groups: list[dict[str, Any]] = [

@@ -1,5 +1,4 @@
-"""What is looked at while training: spread and rank of the embeddings, ρ, a kNN on held-out images; what to say of it,
-and where it is shown."""
+"""Metrics during training (spread and rank of embeddings, ρ, a kNN on held-out images), with warnings and charts."""
 
 import math
 import sys
@@ -24,19 +23,19 @@ from curvssl.losses import Curvature, Loss, standardise
 from curvssl.models import Net
 from curvssl.train.step import Step, means
 
-MONITOR_IMAGES = 10_000  # the kNN monitor looks at no more than this many images
-DEAD_STD = 1e-3  # embeddings that vary less than this from image to image carry nothing
-DEAD_RANK = 0.02  # and neither do those whose effective rank is below this share of what is possible
+MONITOR_IMAGES = 10_000  # the kNN monitor uses at most this many known and this many held-out images
+DEAD_STD = 1e-3  # embeddings whose standard deviation over images is below this have collapsed
+DEAD_RANK = 0.02  # so have embeddings whose effective rank is below this share of the largest possible one
 
 
 class Measured:
-    """What was measured at the end of an epoch, on its way from the device to the host; nobody waits before `row`."""
+    """The measurements at the end of an epoch, copied to the host without waiting; only `row` waits for them."""
 
     def __init__(self, step: Step, *, k: int) -> None:
-        found = {"sums": step.sums, "grad_norm": step.gradient_norm()}
-        found |= geometry_of(*step.z.chunk(2), criterion=step.criterion, k=k)
+        tensors = {"sums": step.sums, "grad_norm": step.gradient_norm()}
+        tensors |= geometry_of(*step.z.chunk(2), criterion=step.criterion, k=k)
         self._names, self._count = step.names, step.count
-        self._found = {name: value.clone().to("cpu", non_blocking=True) for name, value in found.items()}
+        self._found = {name: value.clone().to("cpu", non_blocking=True) for name, value in tensors.items()}
         self._there = torch.cuda.Event() if step.device.type == "cuda" else None
         if self._there is not None:
             self._there.record()
@@ -45,18 +44,18 @@ class Measured:
         """The measured part of a row of metrics."""
         if self._there is not None:
             self._there.synchronize()
-        found = self._found
-        row = means(found["sums"], self._count, names=self._names)
-        row |= {name: float(found[name]) for name in ("rho", "z_std")}
-        return row | {"effective_rank": rank_from(found["gram"]), "grad_norm": float(found["grad_norm"])}
+        tensors = self._found
+        row = means(tensors["sums"], self._count, names=self._names)
+        row |= {name: float(tensors[name]) for name in ("rho", "z_std")}
+        return row | {"effective_rank": rank_from(tensors["gram"]), "grad_norm": float(tensors["grad_norm"])}
 
 
 @torch.no_grad()
 def geometry_of(z0: Tensor, z1: Tensor, *, criterion: Any, k: int) -> dict[str, Tensor]:
-    """Of one global batch's embeddings: ρ of the two views' curvature scores, the mean standard deviation, and the Gram
-    matrix that `rank_from` reads. Nothing waits for the device.
+    """For the embeddings of one global batch: ρ of the two views' curvature scores, the mean standard deviation, and
+    the Gram matrix that `rank_from` reads. It does not wait for the device.
 
-    The curvature is the criterion's own where it has one, else Eq. (6). All ranks must call it, and all get the same.
+    The curvature is the criterion's own if it has one, else Eq. (6). All ranks must call it; all get the same result.
     """
     z = torch.stack((z0.float(), z1.float()))
     parts = [part for _, part in criterion.parts()] if isinstance(criterion, Loss) else []
@@ -67,7 +66,7 @@ def geometry_of(z0: Tensor, z1: Tensor, *, criterion: Any, k: int) -> dict[str, 
 
 
 def effective_rank(z: Tensor) -> float:
-    """exp of the entropy of the singular values' shares: d for equal ones, 1 when one direction holds everything."""
+    """exp of the entropy of the singular values' shares: d if they are equal, 1 if only one is not zero."""
     return rank_from(gram_of(z))
 
 
@@ -82,7 +81,7 @@ def rank_from(gram: Tensor) -> float:
     if not gram.isfinite().all():
         return math.nan
     squares = torch.linalg.eigvalsh(gram.cpu())
-    squares = torch.where(squares > 1e-13 * squares.max(), squares, 0)  # below is rounding, and √ would make it large
+    squares = torch.where(squares > 1e-13 * squares.max(), squares, 0)  # the rest is rounding, which √ would enlarge
     share = squares.sqrt() / squares.sqrt().sum().clamp_min(1e-300)
     return float(torch.special.entr(share).sum().exp())
 
@@ -100,9 +99,9 @@ def knn_accuracy(
     classes: int,
     device: torch.device,
 ) -> float:
-    """Accuracy in percent of a kNN that knows the labels of images `known` and is asked for those of `held`.
+    """Accuracy in percent of a kNN that knows the labels of the images `known` and predicts those of `held`.
 
-    All ranks must call it: each makes its share of the features.
+    All ranks must call it: each extracts its share of the features.
     """
     bank, asked = (
         extract_over_ranks(net.encoder, images[rows], labels=labels[rows], size=size, mean=mean, std=std)
@@ -116,12 +115,12 @@ def knn_accuracy(
 def monitor(
     net: Any, data: Dataset, images: Images, rows: Rows, *, size: int, device: torch.device
 ) -> dict[str, float]:
-    """A kNN on the held-out rows, where there are labels; `images` are the training images, wherever they lie."""
+    """kNN accuracy on the held-out rows, if there are labels; `images` are the training images, on any device."""
     if data.train.labels is None:
         return {}
     data.train.images.exchange_bad()
-    good = data.train.images.places()  # an unreadable image's stand-in has another label
-    known, held = (some[torch.isin(some, good)] for some in (rows.known, rows.held))
+    good = data.train.images.places()  # the image that replaces an unreadable one has another label
+    known, held = (subset[torch.isin(subset, good)] for subset in (rows.known, rows.held))
     accuracy = knn_accuracy(
         net,
         images,
@@ -138,7 +137,7 @@ def monitor(
 
 
 def alarm(row: dict[str, Any], *, d_z: int, batch_size: int, warned: set[str]) -> None:
-    """Stop on a loss that is no number; warn, once each, of embeddings that have collapsed."""
+    """Stop if the loss is not a number; warn of collapsed embeddings, once for each kind of collapse."""
     if not math.isfinite(row["loss"]):
         broken = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
         raise UserError(
@@ -167,7 +166,7 @@ def alarm(row: dict[str, Any], *, d_z: int, batch_size: int, warned: set[str]) -
 
 @contextmanager
 def progress_bar(last: int, done: int, *, hidden: bool, title: str) -> Iterator[Any]:
-    """A function that moves a bar on: steps done, the loss, and how many views there were since when."""
+    """Yields a function that updates the bar: steps done, the loss, and how many views there were since when."""
     from tqdm import tqdm
 
     form = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
@@ -182,13 +181,13 @@ def progress_bar(last: int, done: int, *, hidden: bool, title: str) -> Iterator[
 
 @contextmanager
 def tensorboard(folder: Path, *, done: int) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function that charts a row of metrics in TensorBoard, or does nothing where that is not installed."""
+    """Yields a function that charts a row of metrics in TensorBoard, or does nothing if that is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         yield lambda row: None
         return
-    # What an interrupted process charted after the checkpoint is done again: purge_step hides it.
+    # Steps after the checkpoint are taken again: purge_step hides what an interrupted process charted for them.
     with SummaryWriter(str(folder), purge_step=done + 1) as writer:
 
         def chart(row: dict[str, Any]) -> None:
