@@ -1,6 +1,6 @@
-"""What all tests share: property tests that draw the same examples every run, and tests that not every machine can run.
+"""Shared by all tests: repeatable property tests, the order of the files, and tests that not every machine can run.
 
-The latter skip, and one line at the end says how many, for want of what, and what to do about it.
+The latter are skipped, and one line at the end says how many, what is missing, and what to do about it.
 """
 
 import os
@@ -16,23 +16,23 @@ settings.register_profile("stable", derandomize=True, deadline=None, database=No
 settings.load_profile("stable")
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-# What a machine may want, what is tested with it, and how to have it.
+# What a machine may lack, which tests need it, and how to get it.
 WANTING = {
     "Chromium": ("of the page", "install chromium or set CURVSSL_CHROMIUM"),
     "npm": ("of the download with npm", "install npm"),
     "a GPU": ("of the device", "run them where torch sees a CUDA device"),
 }
 
-# Long files begin first, or one worker would still be at the last of them when the other has nothing left to do; and
-# test_folders.py before what imports compilers: whoever reads images waits for a collection of all garbage.
+# Long files start first, so that no worker is still busy with one when the other has nothing left to do. And
+# test_folders.py starts before compilers are imported: they slow down the garbage collection before images are read.
 LONG = ("test_system.py", "test_folders.py", "test_ranks.py", "test_reproduce.py", "test_rooms.py", "test_report.py")
-# UMAP is compiled for ten seconds or more in each process that draws a map, so one worker draws them all.
+# UMAP compiles for ten seconds or more in each process that draws a map, so one worker draws all maps.
 MAPS = ("test_maps.py", "test_runs.py", "test_figures.py", "test_reproduce.py", "and_maps_show_curvature")
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A real Chromium, for the tests of the page; with CURVSSL_REQUIRE_BROWSER=1 it is an error that there is none."""
+    """A real Chromium, for the tests of the page. With CURVSSL_REQUIRE_BROWSER=1 it is an error if there is none."""
     path = os.environ.get("CURVSSL_CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None and os.environ.get("CURVSSL_REQUIRE_BROWSER") == "1":
         pytest.fail("the page is tested in Chromium, and there is none: install chromium or set CURVSSL_CHROMIUM")
@@ -49,7 +49,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """For `--dist loadfile`: a file goes to one worker, as its tests share fixtures, and files begin in our order."""
+    """For `--dist loadfile`: a file goes to one worker, as its tests share fixtures, and files start in our order."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
-    """After all else the line about what was not tested; of several workers, too, the reports are here."""
+    """Print at the very end what was not tested. The reports of all workers arrive here."""
     yield
     skipped = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
     said = []

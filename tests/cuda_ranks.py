@@ -1,8 +1,8 @@
-"""What each process does in test_cuda.py; they all share one GPU.
+"""What each process of test_cuda.py does; they all share one GPU.
 
     RANK=… WORLD_SIZE=… python cuda_ranks.py JOB FOLDER
 
-NCCL refuses two ranks on one device: two ranks talk over gloo, and one rank alone over NCCL.
+NCCL refuses two ranks on one device: two ranks use gloo, and one rank alone uses NCCL.
 """
 
 import copy
@@ -26,10 +26,10 @@ from curvssl.train import loop as train
 
 CUDA = torch.device("cuda")
 METHODS = ("barlow-twins", "curvssl")
-SMALL_LR = 1e-4  # where float32 is compared: at the demo's 2e-3, ten steps make a percent of the last digit
+SMALL_LR = 1e-4  # where float32 is compared: at the demo's 2e-3, ten steps turn the last digit into a percent
 
-# Views are made in float32. These make every pixel on its own, so that they round alike whatever a rank's share of the
-# batch is; the matrix products of a crop and the mean of a contrast might not.
+# Views are made in float32. These compute every pixel on its own, so that rounding does not depend on a rank's share of
+# the batch. It might with the matrix products of a crop and the mean of a contrast.
 STEADY = AugmentConfig(crop_scale=(1, 1), rotation=10, contrast=0)
 
 
@@ -39,20 +39,20 @@ def config(folder: Path, **changes: Any) -> PretrainConfig:
 
 
 def eager(folder: Path) -> dict[str, Any]:
-    """Two ranks: what is compared with one process, in double precision for the reason that ranks.py gives."""
+    """Two ranks: the results compared with one process, in double precision for the reason given in ranks.py."""
     dist.init_process_group("gloo")
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     with ranks.double_precision():
         for method in METHODS:
             train.pretrain(config(folder, method=method), out=folder / f"two-{method}", progress=False)
         fits, memory.fits = memory.fits, lambda *_, **__: False
         train.pretrain(config(folder, epochs=3), out=folder / "two-streamed", progress=False)
         memory.fits = fits
-        found["stopped"] = ranks.interrupted(config(folder), folder / "two-then-one", here=distributed.rank() == 1)
+        result["stopped"] = ranks.interrupted(config(folder), folder / "two-then-one", here=distributed.rank() == 1)
         run = Run.read(folder / "two-curvssl")
         embed(run, folder / "seven.npy", out=folder / "two-seven.npz")
-        found["probes"] = probe(run, seeds=(0,))
-    return found
+        result["probes"] = probe(run, seeds=(0,))
+    return result
 
 
 def compiled(folder: Path) -> dict[str, Any]:
@@ -66,15 +66,15 @@ def compiled(folder: Path) -> dict[str, Any]:
 
 
 def nccl(folder: Path) -> dict[str, Any]:
-    """One rank, in the group that distributed.ranks makes: its collectives over itself, and a step of SGD."""
-    found: dict[str, Any] = {}
+    """One rank, in the group that distributed.ranks makes: its collectives, and a step of SGD."""
+    result: dict[str, Any] = {}
     with distributed.ranks(CUDA) as device:
-        found["backends"] = dist.get_backend_config()
+        result["backends"] = dist.get_backend_config()
         x = torch.arange(6.0, device=device).view(3, 2).requires_grad_()
         for name, function in (("total", collectives._Total), ("gather", collectives._Gather)):
             y = function.apply(x)
             (gradient,) = torch.autograd.grad(y.square().sum(), x)
-            found[name] = y.tolist(), gradient.tolist()
+            result[name] = y.tolist(), gradient.tolist()
 
         torch.manual_seed(0)
         images = torch.randn(8, 2, device=device)
@@ -85,16 +85,16 @@ def nccl(folder: Path) -> dict[str, Any]:
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
             net(images).square().sum().backward()
             optimizer.step()
-            found[name] = [[p.grad.tolist(), p.tolist()] for p in net.parameters()]
+            result[name] = [[p.grad.tolist(), p.tolist()] for p in net.parameters()]
 
-        # What any_rank, from_main and from_all ask of the group, which they spare a single rank.
+        # The calls of any_rank, from_main and from_all, which these skip for a single rank.
         flag, box, everyone = torch.tensor([1], dtype=torch.int32), [{"step": 7}], [None]
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         dist.broadcast_object_list(box, device=torch.device("cpu"))
         dist.all_gather_object(everyone, "here")
-        found["host"] = flag.tolist(), box, everyone
-    found["left"] = not dist.is_initialized()
-    return found
+        result["host"] = flag.tolist(), box, everyone
+    result["left"] = not dist.is_initialized()
+    return result
 
 
 if __name__ == "__main__":

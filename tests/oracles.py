@@ -1,4 +1,4 @@
-"""The paper's equations as loops over numbers in float64, and the solids whose curvature is known: slow and plain."""
+"""The paper's equations as slow, plain loops over float64 numbers, and solids whose curvature is known."""
 
 from collections.abc import Callable
 from itertools import product
@@ -21,15 +21,15 @@ PAIRS: dict[str, Pair] = {
 
 def nearest(x: Array, *, k: int, pair: Pair = PAIRS["linear"]) -> Array:
     """k-NN by √(k(x,x) − 2k(x,y) + k(y,y)), the Euclidean distance by default; never the point itself."""
-    found = []
+    neighbors = []
     for i, xi in enumerate(x):
         distance = {j: pair(xi, xi) - 2 * pair(xi, xj) + pair(xj, xj) for j, xj in enumerate(x) if j != i}
-        found.append(sorted(distance, key=lambda j: distance[j])[:k])
-    return np.array(found)
+        neighbors.append(sorted(distance, key=lambda j: distance[j])[:k])
+    return np.array(neighbors)
 
 
 def curvature(x: Array, *, neighbors: Array) -> Array:
-    """Eq. (6): Σ_{a<b} of the cosines between edges; an edge of length zero has no direction and counts nothing."""
+    """Eq. (6): Σ_{a<b} of the cosines between edges; an edge of length zero has no direction and counts as zero."""
     c = np.zeros(len(x))
     for i, row in enumerate(neighbors):
         for a in range(len(row) - 1):
@@ -101,7 +101,7 @@ def _around(axis: Array, points: Array, which: Array) -> list[int]:
 
 
 class Solid:
-    """A Platonic solid from its vertices and its dual's: each vertex of the dual looks out through one face."""
+    """A Platonic solid from its vertices and its dual's: each vertex of the dual is the direction of one face."""
 
     def __init__(self, vertices: list[tuple[float, ...]], dual: list[tuple[float, ...]]) -> None:
         self.vertices = x = np.array(vertices, dtype=float)
@@ -126,10 +126,10 @@ SOLIDS = {
 
 
 def torus(m: int, n: int) -> tuple[Array, list[list[int]]]:
-    """A torus of revolution with m·n vertices and m·n faces, each a plane trapezium."""
+    """A torus of revolution with m·n vertices and m·n faces, each a planar trapezoid."""
     around, along = np.meshgrid(np.arange(m) * 2 * np.pi / m, np.arange(n) * 2 * np.pi / n, indexing="ij")
     ring = 3 + np.cos(along)
     x = np.stack((ring * np.cos(around), ring * np.sin(around), np.sin(along)), -1).reshape(-1, 3)
-    at = np.arange(m * n).reshape(m, n)
-    after, above = np.roll(at, -1, 0), np.roll(at, -1, 1)
-    return x, np.stack((at, after, np.roll(after, -1, 1), above), -1).reshape(-1, 4).tolist()
+    index = np.arange(m * n).reshape(m, n)
+    after, above = np.roll(index, -1, 0), np.roll(index, -1, 1)
+    return x, np.stack((index, after, np.roll(after, -1, 1), above), -1).reshape(-1, 4).tolist()

@@ -1,4 +1,4 @@
-"""What the tests of the pipeline share: the real command line, a small recipe, and runs trained once a session."""
+"""Shared by the tests of the pipeline: the real command line, a small recipe, and runs trained once per session."""
 
 import dataclasses
 import functools
@@ -28,9 +28,9 @@ CLOCKS = ("seconds", "views_per_s")  # the columns of metrics.jsonl that may dif
 
 @contextmanager
 def nothing_waits() -> Iterator[None]:
-    """Whatever makes the host wait for the CUDA device is an error."""
+    """Make it an error if the host waits for the CUDA device."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the mode calls itself a prototype
+        warnings.simplefilter("ignore")  # torch warns that this mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
         try:
             yield
@@ -38,8 +38,8 @@ def nothing_waits() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-# The interpreter searches triton.language for what it has to replace whenever one device function calls another, which
-# takes half of its time. All of this process is interpreted, so what was replaced once may stay.
+# Whenever one device function calls another, the interpreter searches triton.language for functions to replace, which
+# takes half of its time. Everything in this process is interpreted, so the replacements may stay.
 REPLACE_ONCE = """
 import triton.language as tl
 from triton.runtime import interpreter
@@ -55,7 +55,7 @@ interpreter._patch_lang = once
 
 
 def in_tritons_interpreter(code: str) -> None:
-    """Run a script in a process of its own, beside the tests: the interpreter is chosen when triton is imported."""
+    """Run a script in its own process: the interpreter is chosen when triton is imported."""
     pytest.importorskip("triton", reason="the kernels are written in Triton, which this platform does not have")
     tests = Path(__file__).parent
     path = os.pathsep.join(
@@ -78,7 +78,7 @@ def flags(config: PretrainConfig) -> list[str]:
 
 
 def start(*arguments: object, **settings: Any) -> subprocess.Popen[str]:
-    """The real command in a process of its own, on one thread: sums do not depend on how many cores are free."""
+    """The real command in its own process, on one thread: sums then do not depend on how many cores are free."""
     command = [sys.executable, "-m", "curvssl", *map(str, arguments)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes | settings)
@@ -98,14 +98,14 @@ def weights(path: Path) -> tuple[bytes, bytes]:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """The metrics of a run without the columns that clocks decide."""
+    """The metrics of a run without the columns that depend on the clock."""
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if name not in CLOCKS} for line in lines]
 
 
 @functools.cache
 def folder() -> Path:
-    """A place for shared runs that goes when the tests end."""
+    """A folder for shared runs, deleted when the tests end."""
     keeper = tempfile.TemporaryDirectory()
     folder.keeper = keeper  # type: ignore[attr-defined]
     return Path(keeper.name)
@@ -113,7 +113,7 @@ def folder() -> Path:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Small networks gain nothing from a second thread, and lose much where another process wants the core."""
+    """Small networks gain nothing from a second thread, and lose much when another process needs the core."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -122,6 +122,6 @@ def one_thread() -> Iterator[None]:
 
 @functools.cache
 def trained(method: str) -> Run:
-    """A finished run of the short recipe, about seven seconds. Tests read it and write nothing into it."""
+    """A finished run of the short recipe, about seven seconds. Tests only read it."""
     with one_thread():
         return pretrain(dataclasses.replace(SHORT, method=method), out=folder() / method, progress=False)

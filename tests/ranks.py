@@ -1,9 +1,9 @@
-"""What each rank does in test_ranks.py, and what one process does beside it.
+"""What each rank of test_ranks.py does, and what one process does for comparison.
 
     RANK=… WORLD_SIZE=… python ranks.py FOLDER
 
-All of it in double precision: where a sum over two ranks rounds differently from a sum over one process, the difference
-stays far from the points where a ReLU or the choice of a neighbour would tip over.
+All of it in double precision: a sum over two ranks rounds differently from a sum in one process, and the difference
+must be too small to flip a ReLU or the choice of a neighbour.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ def double_precision() -> Iterator[None]:
 
 @contextmanager
 def stopped_at(step: int) -> Iterator[None]:
-    """A real SIGTERM to this process just before a step."""
+    """Send this process a real SIGTERM just before a step."""
     rate = train.learning_rate
 
     def signalling(s: int, *args: Any, **settings: Any) -> float:
@@ -87,7 +87,7 @@ def stopped_at(step: int) -> Iterator[None]:
 
 
 def interrupted(settings: PretrainConfig, out: Path, *, here: bool) -> str:
-    """Train until the signal, which only one rank may get; how it ended."""
+    """Train until the signal, which may be sent to one rank only; return how it ended."""
     try:
         with stopped_at(STOP_AT if here else -1):
             train.pretrain(settings, out=out, progress=False)
@@ -124,33 +124,33 @@ def counted(loss: losses.Loss, *, images: int, d: int) -> list[int]:
 
 
 def everything(folder: Path) -> dict[str, Any]:
-    """On every rank: what the tests compare with one process."""
-    rank, found = distributed.rank(), {}
+    """On every rank: the results that the tests compare with one process."""
+    rank, result = distributed.rank(), {}
     criteria = {method: train.make_criterion(config(folder, method=method)) for method in METHODS}
-    found["exchanged"] = {method: counted(loss, images=12, d=8) for method, loss in criteria.items()}
+    result["exchanged"] = {method: counted(loss, images=12, d=8) for method, loss in criteria.items()}
     for method in METHODS:
         train.pretrain(config(folder, method=method), out=folder / f"two-{method}", progress=False)
     fits, memory.fits = memory.fits, lambda *_, **__: False
     train.pretrain(config(folder, epochs=3), out=folder / "two-streamed", progress=False)
     memory.fits = fits
-    found["stopped"] = interrupted(config(folder), folder / "two-then-one", here=rank == 1)
+    result["stopped"] = interrupted(config(folder), folder / "two-then-one", here=rank == 1)
     train.pretrain(config(folder), out=folder / "one-then-two", progress=False)
 
     run = Run.read(folder / "two-curvssl")
     embed(run, folder / "seven.npy", out=folder / "two-seven.npz")
     embed(run, folder / "one.npy", out=folder / "two-one.npz")  # one image for two ranks
-    found["probes"] = probe(run, seeds=(0,))
+    result["probes"] = probe(run, seeds=(0,))
 
-    found["odd batch"] = answer(config(folder, batch_size=25), folder / "odd")
+    result["odd batch"] = answer(config(folder, batch_size=25), folder / "odd")
     os.chdir(folder / f"machine-{rank}")  # as on a cluster where one machine has a part of the images
-    found["less data"] = answer(config(folder, dataset="folder:pictures", batch_size=20), folder / "less")
-    return found
+    result["less data"] = answer(config(folder, dataset="folder:pictures", batch_size=20), folder / "less")
+    return result
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def parameters(path: Path) -> dict[str, Tensor]:

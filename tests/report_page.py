@@ -1,4 +1,4 @@
-"""Runs made up of real images for the report's tests: digits, CIFAR-10 or photographs, PCA for the map, no training."""
+"""Made-up runs on real images (digits, CIFAR-10, photographs) for the report's tests: a PCA as the map, no training."""
 
 import math
 from pathlib import Path
@@ -12,7 +12,7 @@ from curvssl.report.page import NEIGHBORS, Pictured, Points, RunData
 
 
 def pictured(n: int, *, name: str = "digits test", classes: tuple[str, ...] | None = None) -> Pictured:
-    """n digits of 8×8, again and again, each time moved by a pixel's worth of brightness so that none is another."""
+    """n digits of 8×8, repeated if need be; every repetition is a little brighter, so that no two images are equal."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -24,7 +24,7 @@ def pictured(n: int, *, name: str = "digits test", classes: tuple[str, ...] | No
 
 
 def points(of: Pictured, *, seed: int) -> Points:
-    """PCA of the pixels, turned by the seed; for many images neighbours are drawn, not sought."""
+    """PCA of the pixels, rotated by the seed. For many images the neighbours are random."""
     generator = np.random.default_rng(seed)
     n = len(of.images)
     flat = of.images.reshape(n, -1).astype(np.float64)
@@ -93,7 +93,7 @@ def scores(linear: float) -> dict[str, dict[str, object]]:
 
 
 def run(method: str, of: Pictured | None, *, seed: int = 0, where: int = 0) -> RunData:
-    """A whole run: `where` turns the map, so that two methods put the same image in two places."""
+    """A whole run. `where` rotates the map, so that two methods put the same image in two places."""
     probes = scores(97.8 - 0.3 * seed - where) | {"raw pixels": scores(96.1), "random encoder": scores(95.2)}
     return RunData(
         name=f"digits-{method}-seed{seed}",
@@ -114,7 +114,7 @@ def run(method: str, of: Pictured | None, *, seed: int = 0, where: int = 0) -> R
 
 
 def cifar10_test(n: int) -> Pictured | None:
-    """CIFAR-10's own test images where the cache has them."""
+    """CIFAR-10's test images, if they are in the cache."""
     folder = Path("~/.cache/curvssl/cifar10").expanduser()
     if not (folder / "test-images.npy").exists():
         return None
@@ -125,7 +125,7 @@ def cifar10_test(n: int) -> Pictured | None:
 
 
 def photographs(n: int) -> Pictured:
-    """The n pieces of 32×32 with the most contrast of the two photographs that come with scikit-learn."""
+    """The n pieces of 32×32 pixels with the most contrast, from the two photographs that come with scikit-learn."""
     from sklearn.datasets import load_sample_images
 
     photos = np.stack(load_sample_images().images)[:, ::2, ::2].transpose(0, 3, 1, 2)  # (2, 3, 214, 320)
@@ -135,7 +135,7 @@ def photographs(n: int) -> Pictured:
     return Pictured("photographs", pieces[rows], ("a temple", "a flower"), 2 * rows // len(pieces))
 
 
-# Reads through a copy: a canvas that is read again and again complains on the console.
+# Reads from a copy: Chromium warns on the console about a canvas that is read repeatedly.
 READ = """() => { window.pixelOf = (canvas, x, y) => {
   const copy = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
   copy.drawImage(canvas, -Math.floor(x), -Math.floor(y));
@@ -144,7 +144,7 @@ READ = """() => { window.pixelOf = (canvas, x, y) => {
 
 
 class Opened:
-    """A page in a real browser, with everything it said and asked for."""
+    """A page in a real browser, with all its console messages and requests."""
 
     def __init__(self, browser: Any, path: Path, **context: Any) -> None:
         self.complaints: list[str] = []
@@ -160,7 +160,7 @@ class Opened:
         self.frame()
 
     def until(self, condition: str) -> None:
-        """Asks again and again: the page's policy forbids what playwright's own waiting does inside it."""
+        """Polls, because the page's security policy forbids what playwright's own waiting does in the page."""
         for _ in range(400):
             if self.page.evaluate(condition):
                 return
@@ -168,11 +168,11 @@ class Opened:
         raise AssertionError(f"never true: {condition}; the page said {self.complaints}")
 
     def frame(self) -> None:
-        """What was asked for has been drawn."""
+        """Wait until everything has been drawn."""
         self.page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def screen(self, row: int, *, view: str = "maps[0]") -> tuple[float, float]:
-        """Where a point is in the window, after bringing its canvas there."""
+        """Where a point is in the window, after its canvas has been scrolled into view."""
         self.page.evaluate(f"{view}.over.scrollIntoView({{ block: 'center', behavior: 'instant' }})")
         x, y = self.page.evaluate(
             f"""(() => {{ const box = {view}.over.getBoundingClientRect(), [x, y] = {view}.screen({row});
@@ -185,7 +185,7 @@ class Opened:
         self.frame()
 
     def colour(self, row: int, *, view: str = "maps[0]", canvas: str = "points", dx: float = 0) -> tuple[int, ...]:
-        """RGBA of a canvas where a point is, or dx beside it."""
+        """RGBA of a canvas at a point, or dx beside it."""
         place = f"const [x, y] = {view}.screen({row}), r = {view}.ratio;"
         return tuple(
             self.page.evaluate(f"(() => {{ {place} return pixelOf({view}.{canvas}, (x + {dx}) * r, y * r); }})()")
@@ -201,7 +201,7 @@ class Opened:
         return np.array(data, dtype=np.uint8).reshape(side, side, 4)[..., :3]
 
     def rows_of(self, selector: str) -> list[int]:
-        """Which images stand in a gallery."""
+        """The rows of the images in a gallery."""
         return self.page.evaluate(
             "(selector) => [...document.querySelectorAll(selector)].map((one) => Number(one.dataset.row))", selector
         )

@@ -1,4 +1,4 @@
-"""What the tests of a training step share: a small network, a step of any mode, and some steps taken with it."""
+"""Shared by the tests of a training step: a small network, a step of any mode, and a function that takes steps."""
 
 import dataclasses
 from typing import Any
@@ -47,7 +47,7 @@ def make_step(
 
 
 def take(step: Step, steps: int, *, lr: float = 1e-3) -> None:
-    """Some steps, each with its own images, numbers and learning rate."""
+    """Some steps, each with its own images, random numbers and learning rate."""
     for s in range(steps):
         numbers = torch.Generator().manual_seed(s)
         rows = torch.randperm(1437, generator=numbers)[:BATCH].to(step.device)

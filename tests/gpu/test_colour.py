@@ -1,4 +1,4 @@
-"""Colours in one kernel against the plain functions of data/views.py."""
+"""The colour kernel against the plain functions of data/views.py."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ MEAN, STD = (0.49, 0.48, 0.45), (0.25, 0.24, 0.26)
 
 
 def compare_colour(*, size: int, device: str) -> None:
-    """Colour jitter and grayscale in one kernel against the plain functions in float64; a channel may be empty."""
+    """Colour jitter and grayscale in one kernel against the plain functions in float64; also with empty channels."""
     from curvssl.gpu import colour
 
     generator = torch.Generator().manual_seed(size)
@@ -23,8 +23,8 @@ def compare_colour(*, size: int, device: str) -> None:
     grey = torch.rand(24, generator=generator) < 0.3
     exact = [t.double() if t.is_floating_point() else t for t in parameters]
     expected = torch.stack(views.grayscale(views.colour_jitter(x.double().unbind(1), *exact), grey), 1)
-    found = colour.jitter(x.to(device), *(t.to(device) for t in parameters), grey.to(device))
-    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-4, atol=1e-5)
+    ours = colour.jitter(x.to(device), *(t.to(device) for t in parameters), grey.to(device))
+    torch.testing.assert_close(ours.cpu().double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_colours_in_one_kernel_are_the_plain_ones_in_tritons_interpreter() -> None:

@@ -1,4 +1,4 @@
-"""CUDA: two real ranks train on one GPU what one process trains, one rank talks over NCCL, and images are streamed."""
+"""Runs on CUDA: two ranks on one GPU train like one process, one rank uses NCCL, and images are streamed."""
 
 import dataclasses
 import json
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Jobs:
-    """The processes beside this one, started together: most of their time goes into starting and compiling."""
+    """The processes beside this one, all started at once: most of their time is spent on starting and compiling."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.deadline = folder, time.monotonic() + 240
@@ -61,9 +61,9 @@ class Jobs:
                 self.start(job, [str(HERE / "cuda_ranks.py"), job, str(folder)], RANK=str(rank), **world)
 
     def start(self, job: str, command: list[str], **variables: str) -> None:
-        # TF32 would make differences between two equal runs that hide all others.
+        # With TF32, rounding would make two equal runs differ so much that it hides any other difference.
         fixed = {"NVIDIA_TF32_OVERRIDE": "0", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
-        fixed["PYTHONPATH"] = os.pathsep.join(sys.path)  # they find what this process has found, installed or not
+        fixed["PYTHONPATH"] = os.pathsep.join(sys.path)  # they import the same files as this process
         with open(self.folder / f"{job}.log", "a") as log:
             process = subprocess.Popen(
                 [sys.executable, *command], env=os.environ | fixed | variables, stdout=log, stderr=log
@@ -71,9 +71,9 @@ class Jobs:
         self.running.setdefault(job, []).append(process)
 
     def log(self, job: str) -> str:
-        """What a job printed, after it ended well."""
+        """What a job printed, after it ended without an error."""
         while None in (codes := [process.poll() for process in self.running[job]]):
-            if any(codes) or time.monotonic() > self.deadline:  # a rank without the others would wait for long
+            if any(codes) or time.monotonic() > self.deadline:  # a rank whose partner failed would wait for long
                 break
             time.sleep(0.05)
         printed = (self.folder / f"{job}.log").read_text()
@@ -81,7 +81,7 @@ class Jobs:
         return printed
 
     def said(self, job: str) -> list[dict[str, Any]]:
-        """What each rank of a job has to say, after it ended well."""
+        """The results that each rank of a job wrote, after it ended without an error."""
         self.log(job)
         return [json.loads((self.folder / f"{job}-{rank}.json").read_text()) for rank in range(len(self.running[job]))]
 
@@ -97,7 +97,7 @@ def jobs(folder: Path) -> Iterator[Jobs]:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, Run]:
-    """What two ranks train, in one process."""
+    """The runs that two ranks train, trained in one process."""
     with ranks.double_precision():
         return {
             method: pretrain(config(folder, method=method), out=folder / f"one-{method}", progress=False)
@@ -117,7 +117,7 @@ def test_two_ranks_over_twenty_steps_give_the_losses_and_weights_of_one(
     assert two.read_json("provenance.json")["ranks"] == 2
     assert len(two.metrics()) == 20
     assert_same_run(alone[method].path, two.path)
-    for name in ("rho", "z_std", "effective_rank", "grad_norm", "knn"):  # of the global batch, too
+    for name in ("rho", "z_std", "effective_rank", "grad_norm", "knn"):  # metrics of the global batch, too
         assert two.metrics()[-1][name] == pytest.approx(alone[method].metrics()[-1][name], rel=1e-4, abs=1e-4), name
 
 
@@ -130,7 +130,7 @@ def test_streamed_images_reach_the_right_rank(folder: Path, jobs: Jobs):
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_with_one(folder: Path, jobs: Jobs, alone: dict[str, Run]):
-    assert [found["stopped"] for found in jobs.said("eager")] == ["stopped by SIGTERM"] * 2
+    assert [result["stopped"] for result in jobs.said("eager")] == ["stopped by SIGTERM"] * 2
     assert len(Run.read(folder / "two-then-one").metrics()) == ranks.STOP_AT + 1
     with ranks.double_precision():
         pretrain(config(folder), out=folder / "two-then-one", progress=False)
@@ -142,12 +142,12 @@ def test_embeddings_made_by_two_ranks_are_those_of_one(folder: Path, jobs: Jobs)
     with ranks.double_precision():
         one = embed(Run.read(folder / "two-curvssl"), folder / "seven.npy", out=folder / "seven.npz")
     two = load(folder / "two-seven.npz")
-    assert one.h.shape == (7, 128)  # 7 do not divide by two
+    assert one.h.shape == (7, 128)  # 7 is odd: the ranks' shares differ
     torch.testing.assert_close((two.h, two.z), (one.h, one.z), rtol=1e-5, atol=1e-6)
 
 
 def test_probes_made_by_two_ranks_are_those_of_one(folder: Path, jobs: Jobs):
-    first, second = (found["probes"] for found in jobs.said("eager"))
+    first, second = (result["probes"] for result in jobs.said("eager"))
     assert first == second
     run = Run.read(folder / "two-curvssl")
     files = [run.path / f"features-{split}.npz" for split in ("train", "test")]
@@ -171,14 +171,14 @@ def test_a_stream_brings_the_pixels_of_the_rows_to_the_device(folder: Path):
     path = folder / "many.npy"
     images = ArrayImages(torch.arange(IMAGES), path, np.load(path, mmap_mode="r"))
     asked = torch.randint(IMAGES, (5, 2 * CHUNK + 1), generator=torch.Generator().manual_seed(0))
-    found = list(images.batches(asked, device=CUDA, workers=2))  # all are kept: none may be written over
-    assert {batch.device.type for batch in found} == {CUDA.type}
-    torch.testing.assert_close(torch.stack(found).cpu(), torch.from_numpy(np.load(path))[asked], rtol=0, atol=0)
+    streamed = list(images.batches(asked, device=CUDA, workers=2))  # all are kept: none may be overwritten
+    assert {batch.device.type for batch in streamed} == {CUDA.type}
+    torch.testing.assert_close(torch.stack(streamed).cpu(), torch.from_numpy(np.load(path))[asked], rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module")
 def resident(folder: Path) -> Run:
-    """Ten steps with the images on the device; without curvature, whose part of the loss is mostly the constant b."""
+    """Ten steps with the images on the device. Without curvature: its part of the loss is mostly the constant b."""
     many = {"dataset": f"array:{folder / 'many.npy'}", "batch_size": 2 * CHUNK, "epochs": 10}
     with ranks.double_precision():
         return pretrain(
@@ -204,7 +204,7 @@ def test_streamed_images_train_as_those_on_the_device_do(
 def test_a_captured_step_takes_streamed_images(
     resident: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    """In float32, for which it is made. A chunk of another step's images would move the loss by several percent."""
+    """In float32, for which it is made. A chunk of another step's images would change the loss by several percent."""
     monkeypatch.setattr(memory, "fits", lambda *_, **__: False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     assert_streamed_losses("captured", resident, tmp_path / "run", tolerance=1e-2)
@@ -212,7 +212,7 @@ def test_a_captured_step_takes_streamed_images(
 
 
 def test_a_run_begun_on_cuda_goes_on_on_the_cpu(folder: Path):
-    """With views that no random number decides, for the two devices draw different ones."""
+    """With views that do not depend on random numbers, because the two devices draw different ones."""
     sure = AugmentConfig(crop_scale=(1, 1), flip=1, jitter=0, grayscale=0)
     settings = config(folder, method="barlow-twins", lr=SMALL_LR, image_size=10, augment=sure)
     on_cpu = dataclasses.replace(settings, device="cpu")
@@ -223,7 +223,7 @@ def test_a_run_begun_on_cuda_goes_on_on_the_cpu(folder: Path):
         moved = pretrain(on_cpu, out=folder / "moved", progress=False)
     assert len(begun) == ranks.STOP_AT + 1
     assert rows(moved.path)[: len(begun)] == begun
-    # One divides a pixel by 255 where the other multiplies it by 1/255, in float32.
+    # One device divides a pixel by 255, the other multiplies it by 1/255, in float32.
     torch.testing.assert_close(ranks.loss_curve(moved.path), ranks.loss_curve(whole.path), rtol=5e-3, atol=0)
 
 
@@ -231,8 +231,8 @@ def test_a_run_begun_on_cuda_goes_on_on_the_cpu(folder: Path):
 
 
 def test_two_ranks_with_a_compiled_step_train_as_eager_ones_do(folder: Path, jobs: Jobs):
-    for found in jobs.said("compiled"):
-        assert found["compiled"] >= 2  # the views and the network
+    for result in jobs.said("compiled"):
+        assert result["compiled"] >= 2  # the views and the network
     eager, compiled = (Run.read(folder / f"two-{step}").metrics() for step in ("eager", "compiled"))
     for one, two in zip(eager, compiled, strict=True):
         for name in ("loss", "invariance", "redundancy", "rho"):
@@ -250,17 +250,17 @@ def test_one_rank_under_torchrun_trains_as_the_plain_command_does(folder: Path, 
 
 
 def test_one_rank_over_nccl_sums_and_gathers_its_own_and_lets_the_gradient_through(jobs: Jobs):
-    (found,) = jobs.said("nccl")
-    assert found["backends"] == "cpu:gloo,cuda:nccl"
+    (result,) = jobs.said("nccl")
+    assert result["backends"] == "cpu:gloo,cuda:nccl"
     x = [[0, 1], [2, 3], [4, 5]]
     for name in ("total", "gather"):
-        assert found[name] == [x, [[2 * value for value in row] for row in x]]  # Σx² has the gradient 2x
-    assert found["host"] == [[1], [{"step": 7}], ["here"]]
-    assert found["left"]
+        assert result[name] == [x, [[2 * value for value in row] for row in x]]  # Σx² has the gradient 2x
+    assert result["host"] == [[1], [{"step": 7}], ["here"]]
+    assert result["left"]
 
 
 def test_one_rank_over_nccl_takes_the_step_of_the_bare_network(jobs: Jobs):
-    (found,) = jobs.said("nccl")
-    assert len(found["bare"]) == 6
-    for ours, theirs in zip(found["averaged"], found["bare"], strict=True):
+    (result,) = jobs.said("nccl")
+    assert len(result["bare"]) == 6
+    for ours, theirs in zip(result["averaged"], result["bare"], strict=True):
         torch.testing.assert_close(*([torch.tensor(values) for values in pair] for pair in (ours, theirs)))

@@ -1,4 +1,4 @@
-"""What is asked of the CUDA driver: a graph zeroes memory by kernels, and kernels leave shared memory to others."""
+"""The two CUDA driver settings: a graph zeroes memory by kernels, and kernels leave shared memory to others."""
 
 import ctypes
 
@@ -13,12 +13,12 @@ pytestmark = pytest.mark.gpu
 def test_memory_that_a_graph_zeroes_is_zeroed_by_kernels_in_its_turn_at_each_replay() -> None:
     driver = ctypes.CDLL("libcuda.so.1")
     x = torch.ones(64, dtype=torch.uint8, device="cuda")
-    found, first, last = torch.empty_like(x), torch.ones_like(x), torch.ones_like(x)
+    seen, first, last = torch.empty_like(x), torch.ones_like(x), torch.ones_like(x)
 
     def zero(memory: torch.Tensor, start: int, length: int) -> None:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        at = ctypes.c_uint64(memory.data_ptr() + start)
-        assert driver.cuMemsetD8Async(at, 0, ctypes.c_size_t(length), stream) == 0
+        address = ctypes.c_uint64(memory.data_ptr() + start)
+        assert driver.cuMemsetD8Async(address, 0, ctypes.c_size_t(length), stream) == 0
 
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
@@ -29,9 +29,9 @@ def test_memory_that_a_graph_zeroes_is_zeroed_by_kernels_in_its_turn_at_each_rep
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         assert driver.cuMemsetD32Async(ctypes.c_uint64(x.data_ptr() + 16), 0, ctypes.c_size_t(2), stream) == 0
         assert driver.cuMemsetD8Async(ctypes.c_uint64(x.data_ptr() + 60), 9, ctypes.c_size_t(1), stream) == 0
-        found.copy_(x)
+        seen.copy_(x)
         zero(last, 0, 64)
-    assert zero_by_kernels(graph) == 4  # one sets another value
+    assert zero_by_kernels(graph) == 4  # the memset to 9 stays
     assert zero_by_kernels(graph) == 0
     graph.instantiate()
     for replay in (1, 2):
@@ -40,7 +40,7 @@ def test_memory_that_a_graph_zeroes_is_zeroed_by_kernels_in_its_turn_at_each_rep
         graph.replay()
         expected = torch.full((64,), 1 + 2 * replay, dtype=torch.uint8)
         expected[2], expected[3:8], expected[16:24], expected[60] = 1 + replay, 1, 0, 9
-        assert found.cpu().equal(expected)
+        assert seen.cpu().equal(expected)
         assert not last.any()
 
 

@@ -1,4 +1,4 @@
-"""The hand-written kernels against geometry.py: in Triton's interpreter anywhere, on the device where there is one."""
+"""The hand-written kernels against geometry.py: in Triton's interpreter, and on a GPU if there is one."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ compare_alignment(21, device="cpu")
 
 
 def written_out(score: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Alignment, decorrelation and ρ of two views' scores (2, n), from the whole of M."""
+    """Alignment, decorrelation and ρ of two views' scores (2, n), from the full matrix M."""
     centred = score - score.mean(1, keepdim=True)
     variance = centred.square().mean(1, keepdim=True)
     c = centred / (torch.where(variance == 0, 0, torch.where(variance == 0, 1, variance).sqrt()) + 1e-5)
@@ -69,7 +69,7 @@ def compare(n: int, d: int, k: int, *, device: str) -> None:
 
 
 def compare_alignment(n: int, *, device: str) -> None:
-    """The terms of L_curv and their gradients against M written out in float64; one view's scores may all be equal."""
+    """The terms of L_curv and their gradients against the full M in float64; also for a view with equal scores."""
     from curvssl.gpu import fused
 
     for spread in (1.0, 0.0):
@@ -82,7 +82,7 @@ def compare_alignment(n: int, *, device: str) -> None:
         theirs = written_out(exact)
         torch.testing.assert_close(ours[:2].double(), torch.stack(theirs[:2]), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(ours[2].double(), theirs[2].detach(), rtol=1e-5, atol=1e-6)
-        for mine, term in zip(gradients, theirs, strict=False):  # ρ has none
+        for mine, term in zip(gradients, theirs, strict=False):  # ρ has no gradient
             (right,) = torch.autograd.grad(term, exact, retain_graph=True)
             torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-5 if spread else 1e-1)
 

@@ -1,4 +1,4 @@
-"""The hand-written layers against torch's: in Triton's interpreter anywhere, on the device where there is one."""
+"""The hand-written layers against torch's: in Triton's interpreter, and on a GPU if there is one."""
 
 import copy
 import itertools
@@ -22,7 +22,7 @@ for shape in test_layers.SHAPES:
 test_layers.compare_pool((2, 5, 8, 6), device="cpu")
 """
 
-# Tiles are the claim of the test above; here they are large, which leaves the interpreter few programs.
+# The code above tests several tiles. Here tiles are large, so that the interpreter runs few programs.
 COMPARE_NETWORK = """
 import test_layers
 from curvssl.gpu import norm
@@ -71,15 +71,15 @@ def compare_norm(shape: tuple[int, int, int, int], *, device: str) -> None:
             if theirs.grad is None:
                 assert mine.grad is None
             else:
-                # A value that rounding lifts over the ReLU's edge passes its gradient on, or not.
+                # Rounding may move a value across the ReLU's zero, which switches its gradient on or off.
                 assert float((mine.grad - theirs.grad).norm()) <= 1e-3 * float(theirs.grad.norm()) + 1e-5
-        for view, found in zip(exact.detach().chunk(2), statistics.double(), strict=True):
+        for view, measured in zip(exact.detach().chunk(2), statistics.double(), strict=True):
             moments = torch.stack((view.mean((0, 2, 3)), view.var((0, 2, 3))))
-            torch.testing.assert_close(found, moments, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(measured, moments, rtol=1e-4, atol=1e-4)
 
 
 def compare_pool(shape: tuple[int, int, int, int], *, device: str) -> None:
-    """Values rounded to halves, so that many are equal: the same one of equals gets the gradient."""
+    """Values are rounded to halves, so that many are equal: the gradient must go to the same one as in torch."""
     from curvssl.gpu.stem import pool
 
     x = ((channels_last(*shape, device=device) * 2).round() / 2).requires_grad_()
@@ -87,12 +87,12 @@ def compare_pool(shape: tuple[int, int, int, int], *, device: str) -> None:
     gradients = torch.randn_like(expected), torch.randn_like(expected)
     pair = pool(x)
     assert all(y.equal(expected) for y in pair)
-    (found,) = torch.autograd.grad(pair, x, gradients)
-    torch.testing.assert_close(found, torch.autograd.grad(expected, x, sum(gradients))[0])
+    (gradient,) = torch.autograd.grad(pair, x, gradients)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, x, sum(gradients))[0])
 
 
 def compare_network(*, stem: str, batch: int, size: int, device: str, bf16: bool = False, slack: float = 1e-3) -> None:
-    """Outputs, gradients and running statistics of a pass by hand against the plain one's, and float64."""
+    """Outputs, gradients and running statistics of the hand-written pass against the plain pass, and float64."""
     from curvssl.gpu import layers
 
     torch.manual_seed(0)
@@ -112,7 +112,7 @@ def compare_network(*, stem: str, batch: int, size: int, device: str, bf16: bool
     def error(found: Tensor, right: Tensor) -> float:
         return float((found - right).detach().norm() / (right.detach().norm() + 1e-6))
 
-    # Beside float64 no output and no layer's gradient is much worse than what rounding does to the plain pass.
+    # Compared with float64, no output and no layer's gradient is much worse than the plain pass, which rounds, too.
     assert error(outputs[1], outputs[2]) < 2 * error(outputs[0], outputs[2]) + 1e-4
     for mine, theirs, right in zip(quick.parameters(), plain.parameters(), exact.parameters(), strict=True):
         assert error(mine.grad, right.grad) < 2 * error(theirs.grad, right.grad) + slack
@@ -123,7 +123,7 @@ def compare_network(*, stem: str, batch: int, size: int, device: str, bf16: bool
 
 
 def compare_embedding() -> None:
-    """A step's embeddings, and the gradient that two readers of them give, with the encoder's pass by hand or not."""
+    """A step's embeddings, and their gradient from two readers, with and without the hand-written encoder pass."""
     from steps import make_step, small_net
 
     from curvssl.gpu.steps import FastStep, copies_of
@@ -167,7 +167,7 @@ def test_pool_equals_torchs_on_the_device() -> None:
 @pytest.mark.parametrize("stem", ["imagenet", "small"])
 def test_a_pass_by_hand_equals_the_plain_one_on_the_device(stem: str, bf16: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    # One of the last layer's 64 · 512 values that rounding lifts over the ReLU's edge is 1/√32768 of the gradient.
+    # Rounding that moves one of the last layer's 64 · 512 values across the ReLU's zero is 1/√32768 of the gradient.
     compare_network(stem=stem, batch=64, size=32, device="cuda", bf16=bf16, slack=1e-2)
 
 

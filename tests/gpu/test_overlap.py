@@ -1,4 +1,4 @@
-"""Weight gradients and Adam on a second stream: the same numbers, sooner."""
+"""Weight gradients and Adam on a second stream give the same numbers as torch."""
 
 import copy
 
@@ -9,8 +9,8 @@ from torch import nn
 
 
 def compare_adam(shape: tuple[int, ...], *, device: str) -> None:
-    """Three steps from one gradient each, against torch's Adam in float64 with the same rounded gradients. None is near
-    zero: where decay cancels a gradient, Adam divides one rounding error by another."""
+    """Three steps, one gradient each, against torch's Adam in float64 with the same rounded gradients. No gradient is
+    near zero: where decay cancels a gradient, Adam divides one rounding error by another."""
     from curvssl.gpu import adam
 
     torch.manual_seed(0)
@@ -45,8 +45,8 @@ def test_adam_of_one_weight_is_torchs_on_the_device():
 @pytest.mark.gpu
 @pytest.mark.parametrize("low", [True, False], ids=["bf16", "fp32"])
 def test_two_steps_are_those_of_backward_and_then_step(low: bool, monkeypatch: pytest.MonkeyPatch):
-    """The first makes Adam's state, the second is ours. In later ones a last digit that rounds another way in bf16
-    becomes a first digit, for Adam divides by the gradient's size."""
+    """The first step makes Adam's state, the second is ours. In later steps a difference in the last digit, from
+    rounding to bf16, becomes one in the first digit, because Adam divides by the gradient's size."""
     from curvssl.gpu.overlap import backward_and_step, convolve
 
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
@@ -56,7 +56,7 @@ def test_two_steps_are_those_of_backward_and_then_step(low: bool, monkeypatch: p
     net = copy.deepcopy(plain)
 
     def beside(x: torch.Tensor) -> torch.Tensor:
-        """net(x), its first and second convolution beside the rest."""
+        """net(x), with weight gradients of the first two convolutions on the second stream."""
         dtype = torch.bfloat16 if low else torch.float32
         first, second = (net[i].weight.detach().to(dtype) for i in (0, 3))
         x = net[2](net[1](convolve(x.to(dtype), net[0].weight, first, [2, 2], [3, 3])))

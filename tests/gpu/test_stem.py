@@ -1,5 +1,4 @@
-"""The hand-written first convolution against torch's: in Triton's interpreter anywhere, on the device where there is
-one."""
+"""The hand-written first convolution against torch's: in Triton's interpreter, and on a GPU if there is one."""
 
 import pytest
 import torch
@@ -26,11 +25,11 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def compare(stem: str, shape: tuple[int, int, int, int], *, outputs: int, device: str) -> None:
-    """Outputs and weight gradient against torch's in float64, from the same numbers of 16 bits."""
+    """Outputs and weight gradient against torch's in float64, from the same 16-bit numbers."""
     from curvssl.gpu.stem import convolve, weight_gradient
 
     size, stride, padding = STEMS[stem]
-    dtype = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter's dot does not know bfloat16
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter's dot does not support bfloat16
 
     def numbers(*shape: int) -> Tensor:
         return torch.randn(shape).to(device, dtype).contiguous(memory_format=torch.channels_last)
@@ -42,17 +41,17 @@ def compare(stem: str, shape: tuple[int, int, int, int], *, outputs: int, device
     y = convolve(x, weight, stride, padding)
     assert (y.shape, y.dtype) == (expected.shape, dtype)
     assert y.is_contiguous(memory_format=torch.channels_last)
-    # Not only in norm: a number that was never written, or a border that is off, is off by far more than rounding.
+    # Number by number, too: one that was never written, or a wrong border, differs by far more than rounding.
     torch.testing.assert_close(y.double(), expected.detach(), rtol=1e-2, atol=1e-2)
     assert relative_error(y, expected.detach()) < 2**-8
 
     dy = numbers(*y.shape)
     expected.backward(dy.double())
     assert exact.grad is not None
-    found = weight_gradient(dy, x, size, stride, padding)
-    assert (found.shape, found.dtype) == (weight.shape, torch.float32)
-    assert found.is_contiguous(memory_format=torch.channels_last)
-    assert relative_error(found, exact.grad) < 1e-4
+    gradient = weight_gradient(dy, x, size, stride, padding)
+    assert (gradient.shape, gradient.dtype) == (weight.shape, torch.float32)
+    assert gradient.is_contiguous(memory_format=torch.channels_last)
+    assert relative_error(gradient, exact.grad) < 1e-4
 
 
 def test_kernels_equal_torchs_convolution_in_tritons_interpreter() -> None:

@@ -1,4 +1,4 @@
-"""A step compiled or captured: the same training as the plain step, sooner."""
+"""Compiled and captured steps train as the plain step does."""
 
 import copy
 import dataclasses
@@ -26,7 +26,7 @@ from curvssl.train.step import Step
 def test_what_was_compiled_is_kept_for_a_month_after_its_last_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")  # and so it comes back as it was
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")  # so that monkeypatch restores it afterwards
     keep_compile_cache()
     ours = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     now = time.time()
@@ -115,10 +115,10 @@ def test_a_captured_step_takes_another_optimiser(monkeypatch: pytest.MonkeyPatch
 
 
 def check_agreement(step: Step, eager: Step, *, start: Net, bf16: bool) -> None:
-    """Ten small steps: with a usual rate, initial weights that differ by 1e-7 are percents apart in their loss by then.
+    """Ten small steps: with a usual rate, initial weights that differ by 1e-7 give losses that differ by percents.
 
-    Weights as a whole must have moved alike: rounding may turn a step of Adam where a gradient is near zero, so in
-    bfloat16 a ResNet's moves differ by two fifths (of unrelated ones it would be 1.4, of the double 1)."""
+    The updates of all weights together must agree. Rounding may flip a step of Adam where a gradient is near zero, so
+    in bfloat16 a ResNet's updates differ by two fifths (unrelated ones would differ by 1.4, doubled ones by 1)."""
     for one in (eager, step):
         take(one, 10, lr=1e-5)
     for name, value in eager.means().items():
@@ -135,13 +135,13 @@ def check_agreement(step: Step, eager: Step, *, start: Net, bf16: bool) -> None:
 def test_what_cannot_be_captured_goes_on_compiled_with_one_line(encoder: str, capfd: pytest.CaptureFixture[str]):
     class Asks(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * (1.0 if float(x.detach().sum()) > 0 else 2.0)  # a question to the host
+            return x * (1.0 if float(x.detach().sum()) > 0 else 2.0)  # makes the host wait for a value
 
     step = make_step("barlow-twins", "captured", torch.device("cuda"), net=small_net(encoder))
     step.net.projector.append(Asks())
     take(step, 6)
     assert step.mode == "compiled"
-    torch.rand(1, device="cuda")  # a capture that failed leaves torch's generator usable
+    torch.rand(1, device="cuda")  # after a failed capture torch's generator still works
     said = [line for line in capfd.readouterr().err.splitlines() if "cannot be captured" in line]
     assert len(said) == 1
 
@@ -172,7 +172,7 @@ def test_a_captured_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path:
 
 
 def take_with_a_schedule(step: Step, steps: int) -> None:
-    """α_curv is another number at every step."""
+    """α_curv changes at every step."""
     for s in range(steps):
         step.criterion.alpha_curv = float(s)
         numbers = torch.Generator().manual_seed(s)
@@ -202,7 +202,7 @@ def test_a_schedule_of_alpha_is_followed_by_a_captured_step(method: str):
     assert float(step.gradient_norm()) == pytest.approx(float(eager.gradient_norm()), rel=0.05)  # α is 7 by then
 
 
-# ---- a criterion from outside ----
+# ---- a user's own criterion ----
 
 
 class Bank(nn.Module):
@@ -222,7 +222,7 @@ class Bank(nn.Module):
 
 
 class Counts(Bank):
-    """Keeps a number on the host, which a captured step would never see change."""
+    """Keeps a number on the host; a captured step would never see it change."""
 
     seen = 0
 

@@ -1,3 +1,5 @@
+"""The training loop: seeds, the run directory, stopping and resuming, the order of batches, and single steps."""
+
 import dataclasses
 import math
 import signal
@@ -34,7 +36,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that nothing interrupted."""
+    """A run without an interruption."""
     return pretrain(TINY, out=tmp_path_factory.mktemp("whole"), progress=False).path
 
 
@@ -42,7 +44,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_same_seed_gives_the_same_weights_to_the_last_bit(whole: Path, tmp_path: Path):
-    torch.manual_seed(123)  # the global state plays no part
+    torch.manual_seed(123)  # torch's global state must not matter
     pretrain(TINY, out=tmp_path, progress=False)
     assert weights(tmp_path) == weights(whole)
     assert rows(tmp_path) == rows(whole)
@@ -58,7 +60,7 @@ def test_pretraining_reads_neither_the_test_split_nor_a_label(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     real = data.load("digits")
-    nothing: Any = object()  # has neither images nor labels: whoever looks, fails
+    nothing: Any = object()  # has neither images nor labels: any access fails
     blind = dataclasses.replace(real, train=dataclasses.replace(real.train, labels=None), test=nothing)
     monkeypatch.setitem(data.DATASETS, "digits", lambda **_: blind)
     pretrain(TINY, out=tmp_path, progress=False)
@@ -66,16 +68,16 @@ def test_pretraining_reads_neither_the_test_split_nor_a_label(
     assert all("knn" not in row for row in rows(tmp_path))
 
 
-# ---- what lies in the run directory ----
+# ---- the run directory ----
 
 
 def test_a_row_of_metrics_has_every_promised_column(whole: Path):
     terms = {"invariance", "redundancy", "curvature_alignment", "curvature_decorrelation"}
     promised = {"epoch", "step", "loss", "rho", "z_std", "effective_rank", "grad_norm", "lr", "views_per_s", "seconds"}
-    found = Run.read(whole).metrics()
-    assert [row["epoch"] for row in found] == [1, 2]
-    assert [row["step"] for row in found] == [10, 20]
-    for row in found:
+    metrics = Run.read(whole).metrics()
+    assert [row["epoch"] for row in metrics] == [1, 2]
+    assert [row["step"] for row in metrics] == [10, 20]
+    for row in metrics:
         assert row.keys() == promised | terms | {"knn"}
         assert all(math.isfinite(value) for value in row.values())
         weighed = row["invariance"] + TINY.lambda_emb * row["redundancy"]
@@ -109,7 +111,7 @@ def test_without_tensorboard_the_metrics_are_written_all_the_same(tmp_path: Path
 
 
 def test_a_finished_run_is_left_as_it_is(whole: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(data, "DATASETS", {})  # not even the data is asked for
+    monkeypatch.setattr(data, "DATASETS", {})  # not even the data is loaded
     before = {file.name: file.stat().st_mtime_ns for file in whole.iterdir() if file.name != "lock"}
     assert pretrain(TINY, out=whole).path == whole
     assert {file.name: file.stat().st_mtime_ns for file in whole.iterdir() if file.name != "lock"} == before
@@ -154,7 +156,7 @@ def test_a_run_stopped_at_any_step_goes_on_to_the_same_weights(
 def test_rows_that_are_read_some_steps_later_are_the_same_rows(
     lag: int, whole: Path, tmp_path: Path, stop_at: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ):
-    """As on CUDA. The stop comes while the first row has not been read; the last is read when the run ends."""
+    """As on CUDA. The stop comes before the first row has been read; the last row is read when the run ends."""
     monkeypatch.setattr(train, "steps_behind", lambda device: lag)
     often = dataclasses.replace(TINY, monitor_every=2)
     for path, stops in ((tmp_path / "whole", []), (tmp_path / "stopped", [11])):
@@ -241,13 +243,13 @@ def test_a_broken_loss_stops_with_advice_and_keeps_a_good_checkpoint(
 
 
 def test_an_epoch_shows_every_image_at_most_once_and_each_in_a_new_order():
-    found = torch.stack(list(batches(37, size=10, seed=0, first=0, last=9, device=CPU))).view(3, 30)
-    for epoch in found:
+    epochs = torch.stack(list(batches(37, size=10, seed=0, first=0, last=9, device=CPU))).view(3, 30)
+    for epoch in epochs:
         assert len(epoch.unique()) == 30
         assert int(epoch.min()) >= 0
         assert int(epoch.max()) < 37
-    assert not torch.equal(found[0], found[1])
-    left_out = [set(range(37)) - set(epoch.tolist()) for epoch in found]
+    assert not torch.equal(epochs[0], epochs[1])
+    left_out = [set(range(37)) - set(epoch.tolist()) for epoch in epochs]
     assert left_out[0] != left_out[1]
 
 
@@ -265,7 +267,7 @@ def test_the_held_out_images_are_none_of_those_trained_on(share: float, held: in
     assert sorted(torch.cat((known, out)).tolist()) == list(range(1437))
     if share:
         assert sorted(torch.cat((fit, out)).tolist()) == list(range(1437))
-    else:  # all are trained on; a tenth are also asked about
+    else:  # all are trained on; a tenth are also held out for the monitor
         assert sorted(fit.tolist()) == list(range(1437))
         assert set(out.tolist()) <= set(fit.tolist())
     again, other = hold_out(1437, share=share, seed=3)[1], hold_out(1437, share=share, seed=4)[1]
@@ -302,7 +304,7 @@ def test_without_warm_up_or_schedule_the_rate_is_the_one_written():
 
 
 def one_step(optimizer: str, *, lr: float, weight_decay: float) -> tuple[nn.Module, list[Tensor], list[Tensor], Step]:
-    """A network after one step; its weights before; the gradient, by autograd alone, that the step should have seen."""
+    """A network after one step; its weights before; the gradient that the step should use, by autograd; the step."""
     torch.manual_seed(0)
     images = data.load("digits").train.images.pixels[:32]
     net = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8))
@@ -321,11 +323,11 @@ def one_step(optimizer: str, *, lr: float, weight_decay: float) -> tuple[nn.Modu
     )
     before = [p.detach().clone() for p in net.parameters()]
     batch, u = torch.arange(31, -1, -1), torch.rand(2, 32, augment.draws)
-    loss = criterion(*(twin(augment(images[batch], half)) for half in u))  # two passes, one a view
+    loss = criterion(*(twin(augment(images[batch], half)) for half in u))  # two passes, one per view
     gradient = list(torch.autograd.grad(loss, list(twin.parameters())))
     step(batch, u, lr)
     assert step.means()["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
-    for name, buffer in twin.named_buffers():  # BatchNorm saw one view after the other
+    for name, buffer in twin.named_buffers():  # BatchNorm used one view after the other
         assert torch.allclose(net.get_buffer(name), buffer)
     return net, before, gradient, step
 
@@ -346,8 +348,8 @@ def test_a_step_of_sgd_goes_down_the_gradient():
 def test_a_first_step_of_adam_has_the_length_of_the_rate():
     net, before, gradient, _ = one_step("adam", lr=0.1, weight_decay=0.01)
     for p, w, g in zip(net.parameters(), before, gradient, strict=True):
-        decayed = g + 0.01 * w  # Adam's weight decay, as the paper has it, is part of the gradient
-        big = decayed.abs() > 1e-3  # below, rounding decides the sign
+        decayed = g + 0.01 * w  # Adam's weight decay is part of the gradient, as in the paper
+        big = decayed.abs() > 1e-3  # for smaller ones rounding decides the sign
         assert close((p.detach() - w)[big], -0.1 * decayed.sign()[big])
 
 

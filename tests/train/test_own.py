@@ -1,4 +1,4 @@
-"""Own criterion, encoder and images in `curvssl.pretrain`: trained, recorded, and gone on with or refused."""
+"""A user's own criterion, encoder and images in `curvssl.pretrain`: trained, recorded, and resumed or refused."""
 
 import copy
 import dataclasses
@@ -20,7 +20,7 @@ from curvssl.methods import METHODS
 from curvssl.train import loop
 from curvssl.train.loop import Stopped, pretrain
 
-FAST = dataclasses.replace(TINY, batch_size=320, monitor_every=0, holdout=0.0)  # four steps an epoch
+FAST = dataclasses.replace(TINY, batch_size=320, monitor_every=0, holdout=0.0)  # four steps per epoch
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -93,7 +93,7 @@ def test_a_criterion_that_is_one_of_ours_trains_as_the_method_does(tmp_path: Pat
 
 def test_own_images_train_as_the_same_images_by_name(tmp_path: Path, pixels: Tensor):
     named = pretrain(FAST, out=tmp_path / "named", progress=False)
-    # The mean and deviation of a data set with a name are written down; those of others are taken from a sample.
+    # A named data set has a fixed mean and deviation; those of other images are computed from a sample.
     for kind, images in {"tensor": pixels, "array": pixels[:, 0].numpy()}.items():
         run = pretrain(FAST, out=tmp_path / kind, progress=False, images=images)
         assert run.read_json("data.json")["mean"] == pytest.approx(named.read_json("data.json")["mean"], abs=0.01)
@@ -128,7 +128,7 @@ def test_a_stopped_run_goes_on_with_the_criterions_buffers_and_the_own_encoder(
     before = copy.deepcopy({name: part.state_dict() for name, part in given.items()})
     with pytest.raises(Stopped):
         pretrain(FAST, out=tmp_path / "stopped", **parts, **given)
-    for name, part in given.items():  # what was given is left as it was
+    for name, part in given.items():  # the given modules are not changed
         torch.testing.assert_close(part.state_dict(), before[name], rtol=0, atol=0)
     monkeypatch.setattr(loop, "learning_rate", rate)
     state = curvssl.Run.read(tmp_path / "stopped").load_checkpoint()

@@ -1,4 +1,4 @@
-"""Real processes over gloo: ranks train what one process trains, share the work, and survive what may happen."""
+"""Real processes over gloo: ranks train like one process, share the work, and survive failures."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All that two ranks did, in one launch, and what one process did before them."""
+    """The results of two ranks, all from one launch, and of one process that ran before them."""
     place = tmp_path_factory.mktemp("ranks")
     ranks.prepare(place)
     np.save(place / "one.npy", np.load(place / "seven.npy")[:1])
@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said(folder: Path, what: str) -> list[Any]:
-    """What each rank has to say of it."""
+    """The entry `what` of each rank's results."""
     return [json.loads((folder / f"rank-{rank}.json").read_text())[what] for rank in (0, 1)]
 
 
@@ -94,7 +94,7 @@ def test_two_ranks_over_twenty_steps_give_the_losses_and_weights_of_one(
     assert len(ranks.loss_curve(alone[method].path)) == 20
     ranks.assert_same_run(alone[method].path, folder / f"two-{method}")
     one, two = (run.metrics()[-1] for run in (alone[method], Run.read(folder / f"two-{method}")))
-    for name in ("rho", "z_std", "effective_rank", "grad_norm", "knn"):  # of the global batch, too
+    for name in ("rho", "z_std", "effective_rank", "grad_norm", "knn"):  # metrics of the global batch, too
         assert two[name] == pytest.approx(one[name], rel=1e-5, abs=1e-5), name
 
 
@@ -121,7 +121,7 @@ def test_only_rank_0_writes(folder: Path):
     assert Run.read(folder / "two-curvssl").read_json("provenance.json")["ranks"] == 2
 
 
-# ---- what may happen
+# ---- failures
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(folder: Path):
@@ -139,16 +139,16 @@ def test_a_machine_with_less_data_is_named_before_anything_hangs(folder: Path):
 
 
 def children(parent: int) -> dict[str, int]:
-    """{RANK: process} of a torchrun."""
-    found = {}
+    """{RANK: process id} of the processes that a torchrun started."""
+    processes = {}
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == parent:
                 variables = dict(v.split("=", 1) for v in (entry / "environ").read_text().split("\0") if "=" in v)
-                found[variables["RANK"]] = int(entry.name)
+                processes[variables["RANK"]] = int(entry.name)
         except (OSError, KeyError):
             continue
-    return found
+    return processes
 
 
 def test_a_killed_rank_is_started_again_and_the_run_finishes(tmp_path: Path):
@@ -176,9 +176,9 @@ def test_a_killed_rank_is_started_again_and_the_run_finishes(tmp_path: Path):
         process.kill()
     assert process.returncode == 0, err
     assert "5 epochs" in out
-    found = Run.read(run).metrics()
-    assert [row["epoch"] for row in found] == list(range(1, 6))
-    assert found[0] == before  # it went on, and did not begin anew: even the clock's columns are the same
+    metrics = Run.read(run).metrics()
+    assert [row["epoch"] for row in metrics] == list(range(1, 6))
+    assert metrics[0] == before  # it resumed and did not start again: even the columns of the clock are equal
     assert "(exitcode: -9) local_rank: 1" in err
 
 
@@ -188,7 +188,7 @@ def test_a_killed_rank_is_started_again_and_the_run_finishes(tmp_path: Path):
 def test_embeddings_made_by_two_ranks_are_those_of_one(folder: Path, alone: dict[str, Run]):
     run = Run.read(folder / "two-curvssl")
     with ranks.double_precision():
-        for name, n in (("seven", 7), ("one", 1)):  # 7 do not divide by two, and 1 leaves a rank without any
+        for name, n in (("seven", 7), ("one", 1)):  # 7 is odd, and 1 leaves a rank without any
             embed(run, folder / f"{name}.npy", out=folder / f"{name}.npz")
             with np.load(folder / f"{name}.npz") as one, np.load(folder / f"two-{name}.npz") as two:
                 assert one["h"].shape == (n, 128)

@@ -1,4 +1,4 @@
-"""One step of training: two views in one pass, and the same training however it is run."""
+"""One training step: two views in one pass, the update of the weights, and the means of the terms."""
 
 import copy
 
@@ -47,7 +47,7 @@ def test_a_step_is_the_textbook_step():
     assert step.means()["loss"] == pytest.approx(loss.item(), rel=1e-5)
     for ours, theirs in zip(step.net.parameters(), oracle.parameters(), strict=True):
         assert float((ours.grad - theirs.grad).norm()) < 1e-2 * float(theirs.grad.norm()) + 1e-3
-        theirs.grad = ours.grad  # Adam turns the rounding of a small gradient into a whole step: give it the same
+        theirs.grad = ours.grad  # Adam turns the rounding of a small gradient into a whole step: use the same
     assert float(step.gradient_norm()) == pytest.approx(
         float(nn.utils.get_total_norm([p.grad for p in oracle.parameters()]))
     )

@@ -1,3 +1,5 @@
+"""Metrics during training: the effective rank, ρ, warnings of a collapse, and the kNN monitor."""
+
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -36,12 +38,12 @@ def cross(lengths: list[float]) -> Tensor:
 
 def test_equal_directions_have_full_effective_rank():
     assert effective_rank(cross([1.0] * 7)) == pytest.approx(7)
-    assert effective_rank(cross([1.0] * 7) + 100) == pytest.approx(7, rel=1e-4)  # where the cloud lies does not matter
+    assert effective_rank(cross([1.0] * 7) + 100) == pytest.approx(7, rel=1e-4)  # a common offset does not matter
 
 
 def test_one_direction_has_effective_rank_one():
     assert effective_rank(cross([1.0, 0, 0, 0])) == pytest.approx(1)
-    assert effective_rank(torch.ones(8, 4)) == pytest.approx(1)  # nor has a single point more
+    assert effective_rank(torch.ones(8, 4)) == pytest.approx(1)  # so have equal points
 
 
 def test_shares_of_three_to_one_have_the_exponential_of_their_entropy():
@@ -59,10 +61,10 @@ def test_rho_is_the_correlation_of_the_two_views_curvature(criterion: BarlowTwin
     z1 = z0 + 0.2 * torch.randn(50, 5, generator=torch.Generator().manual_seed(1))
     kernel = isinstance(criterion, KernelCurvSSLLoss)
     c = [kernel_curvature(z, k=6, gamma=0.3) if kernel else curvature(z, k=6) for z in (z0, z1)]
-    found = geometry_of(z0, z1, criterion=criterion, k=6)
-    assert float(found["rho"]) == pytest.approx(np.corrcoef(*(x.double().numpy() for x in c))[0, 1], abs=1e-4)
-    assert float(found["z_std"]) == pytest.approx(z0.numpy().std(0, ddof=1).mean(), rel=1e-5)
-    assert rank_from(found["gram"]) == pytest.approx(effective_rank(z0))
+    measured = geometry_of(z0, z1, criterion=criterion, k=6)
+    assert float(measured["rho"]) == pytest.approx(np.corrcoef(*(x.double().numpy() for x in c))[0, 1], abs=1e-4)
+    assert float(measured["z_std"]) == pytest.approx(z0.numpy().std(0, ddof=1).mean(), rel=1e-5)
+    assert rank_from(measured["gram"]) == pytest.approx(effective_rank(z0))
 
 
 def test_the_rho_that_is_watched_is_the_one_that_the_loss_reports():
@@ -92,8 +94,8 @@ def test_healthy_embeddings_are_passed_in_silence(capsys: pytest.CaptureFixture[
 def test_a_collapse_is_named_once_with_what_to_try(
     z: Tensor, name: str, advice: str, capsys: pytest.CaptureFixture[str]
 ):
-    found = geometry_of(z, z, criterion=BarlowTwinsLoss(), k=5)
-    row = FINE | {"z_std": float(found["z_std"]), "effective_rank": rank_from(found["gram"])}
+    measured = geometry_of(z, z, criterion=BarlowTwinsLoss(), k=5)
+    row = FINE | {"z_std": float(measured["z_std"]), "effective_rank": rank_from(measured["gram"])}
     warned: set[str] = set()
     alarm(row, d_z=8, batch_size=40, warned=warned)
     said = capsys.readouterr().err
@@ -107,7 +109,7 @@ def test_a_run_that_collapses_says_so(tmp_path: Path, capsys: pytest.CaptureFixt
     plain = dataclasses.replace(
         TINY, schedule="constant", warmup_epochs=0, optimizer="sgd", momentum=0, monitor_every=0
     )
-    # Nothing holds the variance up, and decay halves the weights at every step.
+    # No term keeps the variance up, and weight decay halves the weights at every step.
     config = dataclasses.replace(plain, method="vicreg", variance=0, covariance=0, weight_decay=5, lr=0.1)
     pretrain(config, out=tmp_path, progress=False)
     assert "collapse in epoch" in capsys.readouterr().err
@@ -151,7 +153,7 @@ def test_the_monitor_runs_every_few_epochs_and_leaves_the_network_alone():
     _, held, known = hold_out(len(digits.train.images), share=SHORT.holdout, seed=SHORT.seed)
     settings: dict[str, Any] = {"size": 8, "mean": digits.mean, "std": digits.std, "classes": 10}
     images, labels = digits.train.images, digits.train.labels
-    found = watch.knn_accuracy(net, images, labels, known=known, held=held, device=torch.device("cpu"), **settings)
-    assert found == pytest.approx(run.metrics()[-1]["knn"])
+    accuracy = watch.knn_accuracy(net, images, labels, known=known, held=held, device=torch.device("cpu"), **settings)
+    assert accuracy == pytest.approx(run.metrics()[-1]["knn"])
     assert net.training
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
