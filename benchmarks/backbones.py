@@ -1,12 +1,12 @@
-"""How fast large backbones train on images of 224×224, beside a plain eager loop in the same run.
+"""How fast large backbones train on 224×224 images, compared with a plain eager loop in the same run.
 
     python benchmarks/backbones.py [--out results/backbones.json]
 
-Both sides take whole steps on random images that lie on the device: two views, forward, loss, backward, Adam; bf16
-autocast, channels_last, cuDNN's full search. Ours is the step as `curvssl pretrain` runs it by default. The plain loop
-is what one writes down in torch: no compiler, no CUDA graph, no hand-written kernel; it makes its views on the device,
-too, by the same operations. Device synchronised, warm-up left out, medians. Each backbone has a process of its own:
-these compile side by side, then each has the device to itself.
+Both sides take whole steps on random images on the device: two views, forward, loss, backward, Adam; bf16 autocast,
+channels_last, cuDNN's full search. Ours is the step that `curvssl pretrain` uses by default. The plain loop is ordinary
+torch: no compiler, no CUDA graph, no hand-written kernel. It, too, makes its views on the device, by the same
+operations. Times are medians, with the device synchronised, without the warm-up. Each backbone has its own process:
+all compile at the same time, then each has the device to itself.
 """
 
 import argparse
@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 BACKBONES = {"ResNet-50": "resnet50", "ViT-S/16": "timm:vit_small_patch16_224", "ConvNeXt-T": "timm:convnext_tiny"}
-IMAGES = 2048  # of random pixels: neither side's work depends on them
+IMAGES = 2048  # with random pixels: the work of both sides does not depend on them
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 ADAM = {"lr": 1e-3, "weight_decay": 1e-4}
 WARM_UP = 6  # steps that search, compile and capture
-SMALLEST = 16  # images in a batch; with less memory than these need there is nothing to compare
+SMALLEST = 16  # images in a batch; if even these do not fit into memory, the benchmark fails
 
 
 class Setting(NamedTuple):
@@ -43,7 +43,7 @@ class Setting(NamedTuple):
 
 
 class Side:
-    """What both sides are given: the same weights, images and random numbers. `step` takes them one step further."""
+    """What both sides share: the same weights, images and random numbers. `step` takes one training step."""
 
     def __init__(self, encoder: str, setting: Setting) -> None:
         from curvssl.data.views import Augment
@@ -70,7 +70,7 @@ class Side:
 
 
 class Plain(Side):
-    """A training loop as torch's tutorials have it."""
+    """A training loop as in torch's tutorials."""
 
     def __init__(self, encoder: str, setting: Setting) -> None:
         super().__init__(encoder, setting)
@@ -89,7 +89,7 @@ class Plain(Side):
 
 
 class Ours(Side):
-    """The product's step in its default mode; it has taken its first step, in which it is compiled."""
+    """Our step in its default mode. It takes its first step, in which it is compiled, when it is made."""
 
     def __init__(self, encoder: str, setting: Setting) -> None:
         super().__init__(encoder, setting)
@@ -101,16 +101,16 @@ class Ours(Side):
         optimizer = make_optimizer(self.net, name="adam", momentum=0.9, device=self.device, mode=mode, **ADAM)
         parts = {"net": self.net, "criterion": self.criterion, "augment": self.augment, "images": self.images}
         self.training_step = make_step(mode, optimizer=optimizer, device=self.device, bf16=True, **parts)
-        with no_search():  # other processes are at the device now, and would disturb it
+        with no_search():  # other processes use the device now and would disturb the search
             self()
 
     def step(self, rows: Tensor, u: Tensor) -> None:
         self.training_step(rows, u, ADAM["lr"])
-        self.mode = self.training_step.mode  # another one than asked for, if that could not be
+        self.mode = self.training_step.mode  # differs from the mode asked for if that failed
 
 
 def measure(side: Side, setting: Setting, *, held: int = 0) -> dict[str, Any]:
-    """Milliseconds a step, and the memory that it takes above the bytes held before."""
+    """Milliseconds per step, and the memory that it takes above the bytes held before."""
     cuda = side.device.type == "cuda"
     wait: Callable[[], None] = torch.cuda.synchronize if cuda else lambda: None
     if cuda:
@@ -126,15 +126,15 @@ def measure(side: Side, setting: Setting, *, held: int = 0) -> dict[str, Any]:
             side()
         wait()
         rounds.append(1e3 * (time.perf_counter() - started) / setting.steps)
-    found = {"ms": statistics.median(rounds), "rounds": rounds, "mode": side.mode}
+    figures = {"ms": statistics.median(rounds), "rounds": rounds, "mode": side.mode}
     if cuda:
-        found |= {"peak_GB": (torch.cuda.max_memory_allocated() - held) / 1e9}
-        found |= {"reserved_GB": torch.cuda.max_memory_reserved() / 1e9}  # with what torch keeps for the next use
-    return found
+        figures |= {"peak_GB": (torch.cuda.max_memory_allocated() - held) / 1e9}
+        figures |= {"reserved_GB": torch.cuda.max_memory_reserved() / 1e9}  # with torch's cache
+    return figures
 
 
 def free(device: str) -> int:
-    """Give unused memory back; the bytes that are still in use."""
+    """Release unused memory; return the bytes that are still in use."""
     gc.collect()
     if device == "cpu":
         return 0
@@ -147,7 +147,7 @@ def worker(name: str, setting: Setting, ready: Any, turn: Any, answers: Any) -> 
     try:
         answers.put(compared(BACKBONES[name], setting, ready, turn) | {"backbone": name, "encoder": BACKBONES[name]})
     except threading.BrokenBarrierError:
-        pass  # another has said why
+        pass  # the process that failed has reported why
     except Exception as error:
         answers.put({"error": f"{name}: {type(error).__name__}: {error}"})
         ready.abort()
@@ -155,10 +155,10 @@ def worker(name: str, setting: Setting, ready: Any, turn: Any, answers: Any) -> 
 
 
 def compared(encoder: str, setting: Setting, ready: Any, turn: Any) -> dict[str, Any]:
-    """Compile beside the others, then measure alone; a batch for which there is no memory is halved."""
+    """Compile beside the other processes, then measure alone; a batch that does not fit into memory is halved."""
     torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 0
     ours: Ours | None = None
-    with suppress(torch.OutOfMemoryError):  # alone there is more room
+    with suppress(torch.OutOfMemoryError):  # later, alone, there is more memory
         ours = Ours(encoder, setting)
     free(setting.device)
     ready.wait()
@@ -229,10 +229,10 @@ def main() -> None:
         while len(rows) < len(names):
             row = answer(answers, workers)
             rows = sorted([*rows, row], key=lambda r: names.index(r["backbone"]))
-            found = {"device": device, "setting": setting._asdict(), "rows": rows}
-            found |= {"seconds": time.monotonic() - started, "provenance": provenance(device=device)}
-            options.out.write_text(json.dumps(found, indent=1) + "\n")  # a run cut short has kept what it knew
-            print(f"{row['backbone']}, after {found['seconds']:.0f} s: {json.dumps(row)}", flush=True)
+            results = {"device": device, "setting": setting._asdict(), "rows": rows}
+            results |= {"seconds": time.monotonic() - started, "provenance": provenance(device=device)}
+            options.out.write_text(json.dumps(results, indent=1) + "\n")  # so that an interrupted run keeps its results
+            print(f"{row['backbone']}, after {results['seconds']:.0f} s: {json.dumps(row)}", flush=True)
     except BaseException:
         for process in workers:
             if process.pid is not None:

@@ -1,4 +1,4 @@
-"""The demo, timed whole, and its training step piece by piece beside the bare encoder, on this machine's CPU.
+"""Times the whole demo, and its training step piece by piece, compared with the bare encoder, on this machine's CPU.
 
 python benchmarks/demo.py [--out results/demo.json]
 """
@@ -28,7 +28,7 @@ from curvssl.train.step import Step, make_optimizer
 
 
 def milliseconds(works: dict[str, Callable[[], Any]], *, rounds: int = 15) -> dict[str, float]:
-    """The median of each, taken in turn so that what else the machine does falls on all of them alike."""
+    """The median of each. They take turns, so that other load on the machine affects all of them alike."""
     found: dict[str, list[float]] = {name: [] for name in works}
     for r in range(rounds + 3):
         for name, work in works.items():
@@ -40,7 +40,7 @@ def milliseconds(works: dict[str, Callable[[], Any]], *, rounds: int = 15) -> di
 
 
 def step_costs() -> dict[str, float]:
-    """A whole CurvSSL step; forward + backward of the encoder alone on as many views; and the other pieces alone."""
+    """A whole CurvSSL step, forward + backward of the encoder alone on as many views, and each other piece alone."""
     config = dataclasses.replace(demo(), device="cpu")
     data, device = load("digits"), torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder:

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu.py [--out results/gpu.json]
 
-Every figure is a whole step, device synchronised, warm-up left out, the median of several repeats. Steps are compiled
-in parallel processes; for cuDNN's search and for the timing each has the device to itself.
+Every time is that of a whole step, with the device synchronised, without the warm-up, the median of several repeats.
+Steps are compiled in parallel processes; for cuDNN's search and for the timing each has the device to itself.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-IMAGES = 50_000  # as many as CIFAR-10 has, of random pixels: neither side's work depends on them
+IMAGES = 50_000  # as many as CIFAR-10 has, with random pixels: the work of both sides does not depend on them
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 FLOPS = {"imagenet": 0.217e9, "small": 3.329e9}  # forward + backward of ResNet-18 per 32×32 view
 METHODS = ("barlow-twins", "vicreg", "curvssl", "kernel-curvssl")
@@ -49,7 +49,7 @@ def median_ms(work: Callable[[], Any], *, times: int = 40, repeats: int = 5) -> 
 
 
 def network(stem: str) -> Any:
-    """The same for us and for the peers."""
+    """The same network for us and for the peers."""
     from curvssl.models import make_net
 
     shape = {"channels": 3, "size": 32, "width": 512, "depth": 2, "d_z": 128, "norm": False, "seed": 0}
@@ -57,7 +57,7 @@ def network(stem: str) -> Any:
 
 
 def make_step(stem: str, batch: int, method: str, mode: str) -> tuple[Any, Callable[[], None]]:
-    """The product's own step on random images, and one call of it."""
+    """Our own step on random images, and a function that takes one step."""
     from curvssl.config import PretrainConfig
     from curvssl.data.views import Augment
     from curvssl.train import loop
@@ -91,7 +91,7 @@ def make_step(stem: str, batch: int, method: str, mode: str) -> tuple[Any, Calla
 
 
 def search(stem: str, batch: int) -> None:
-    """One pass, forward and back, for which cuDNN times its algorithms; a process keeps what it found."""
+    """One forward and backward pass in which cuDNN times its algorithms; the process keeps the choice."""
     from curvssl.gpu import layers, overlap
     from curvssl.gpu.steps import seek_fastest_convolutions
 
@@ -105,8 +105,8 @@ def search(stem: str, batch: int) -> None:
 
 def step_worker(stem: str, batch: int, ready: Any, turn: Any, answers: Any) -> None:
     """All objectives of one network and batch in one process, so that cuDNN has chosen the same algorithms for them.
-    Each is captured twice, for where its memory lies matters, too; they take turns, each first as often as last, when
-    every process has compiled and no other is timing."""
+    Each is captured twice, because the position of its memory matters, too. They take turns, each first as often as
+    last, when every process has compiled and no other is timing."""
     try:
         with turn:
             search(stem, batch)
@@ -128,7 +128,7 @@ def step_worker(stem: str, batch: int, ready: Any, turn: Any, answers: Any) -> N
         raise
     with turn:
         turns: list[list[float]] = [[] for _ in calls]
-        times = round(50 / median_ms(calls[0], times=5))  # a turn is some 50 ms, for clocks go up and down
+        times = round(50 / median_ms(calls[0], times=5))  # a turn takes about 50 ms, because clocks go up and down
         for i in range(32 if batch == 256 else 16):
             for j in range(len(calls)):
                 k = (i + j) % len(calls)
@@ -170,8 +170,8 @@ torch.cuda.synchronize(); print(time.time())
 
 
 def start_up() -> dict[str, float]:
-    """Seconds from the start of a process to the end of its first step, and of its sixth, which is captured; with an
-    empty compile cache and with the one that this leaves."""
+    """Seconds from the start of a process to the end of its first step, and of its sixth, which is captured: with an
+    empty compile cache, and with the cache that the first process filled."""
     found = {}
     with tempfile.TemporaryDirectory() as cache:
         places = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
@@ -184,11 +184,11 @@ def start_up() -> dict[str, float]:
 
 
 def floor(stem: str, batch: int, ceiling: dict[str, float]) -> dict[str, Any]:
-    """What a step cannot go below as long as cuDNN makes the convolutions and BatchNorm is a pass of its own: the
+    """A lower bound for a step in which cuDNN computes the convolutions and BatchNorm is a separate pass: the
     convolutions of all layers alone, and the bytes of BatchNorm, ReLU and residuals at the speed of a copy.
 
     Passes over an activation with ReLU, forward: read for the statistics; read, write. Backward: read x and ∂y for two
-    sums; read them, write ∂x. With a residual three more: it is read, the ReLU's mask is read, its gradient is written.
+    sums; read both, write ∂x. A residual adds three: it is read, the ReLU's mask is read, its gradient is written.
     """
     from torchvision.models.resnet import BasicBlock
 
@@ -251,7 +251,7 @@ def ceilings() -> dict[str, float]:
 
 
 class Pictures(torch.utils.data.Dataset[Any]):
-    """Random images, too, as PIL pictures, as the peers take them."""
+    """The same random images as PIL pictures, which the peers need."""
 
     def __init__(self, transform: Callable[[Any], Any]) -> None:
         self.pixels, self.transform = images().permute(0, 2, 3, 1).contiguous().numpy(), transform
@@ -266,7 +266,7 @@ class Pictures(torch.utils.data.Dataset[Any]):
 
 
 def peer(stem: str, batch: int, *, lightly: bool, workers: int) -> dict[str, Any]:
-    """Barlow Twins as lightly's or torchvision's user writes it: DataLoader workers, eager step, bf16 autocast."""
+    """Barlow Twins as users of lightly or torchvision write it: DataLoader workers, eager step, bf16 autocast."""
     from torchvision.transforms import v2
 
     net = network(stem)
@@ -355,7 +355,7 @@ def augmentation(views: int = 512) -> dict[str, float]:
 
 
 def large_batch(ceiling: dict[str, float], n: int = 65_536, d: int = 128, k: int = 10) -> dict[str, float]:
-    """The loss with its gradient on a huge batch, and how near its neighbour search comes to plain products."""
+    """The loss with its gradient on a huge batch, and how close its neighbour search comes to plain matrix products."""
     from curvssl.geometry import neighbors_of
     from curvssl.losses import CurvSSLLoss
 
@@ -385,7 +385,7 @@ def large_batch(ceiling: dict[str, float], n: int = 65_536, d: int = 128, k: int
 
 
 def probe_run() -> dict[str, float]:
-    """Features and three probes of a finished CIFAR-10 run; one epoch will do, for what was learned takes no time."""
+    """Features and three probes of a finished CIFAR-10 run. One epoch is enough: the time is the same after more."""
     import dataclasses
 
     from curvssl.config import paper_cifar10
@@ -401,8 +401,8 @@ def probe_run() -> dict[str, float]:
 
 
 def command(epochs: int = 80, *, settled: int = 10) -> dict[str, float]:
-    """Milliseconds a step of the paper's CIFAR-10 run as the command trains it, from an epoch on in which it has been
-    captured: with the order, the random numbers, the metrics of every epoch and the kNN monitor's."""
+    """Milliseconds per step of the paper's CIFAR-10 run as the command trains it, after the `settled` epochs in which
+    it is captured: with the order, the random numbers, the metrics of every epoch and the kNN monitor."""
     import dataclasses
 
     from curvssl.config import paper_cifar10
@@ -449,7 +449,7 @@ def main() -> None:
         found[name] = PARTS[name](found)
         torch.cuda.empty_cache()
         found["provenance"] = provenance(device=found["device"])
-        options.out.write_text(json.dumps(found, indent=1) + "\n")  # a run cut short has kept what it knew
+        options.out.write_text(json.dumps(found, indent=1) + "\n")  # so that an interrupted run keeps its results
         print(f"{name}, {time.monotonic() - started:.0f} s: {json.dumps(found[name])}", flush=True)
     if found["steps"]:
         print(table(found))

@@ -1,4 +1,4 @@
-"""What does curvature cost? Ratios to peers measured in the same run, in turns; prints tables, writes JSON.
+"""What curvature costs: ratios to peers that are measured in turns in the same run. Prints tables, writes JSON.
 
     python benchmarks/losses.py [--out results/losses-cpu.json]
 
@@ -6,7 +6,7 @@
 2. Neighbour search against faiss's flat index.
 3. Time and memory of `curvature` as n grows, each n in its own process.
 
-One thread and its CPU time, unless said: other load on the machine disturbs that least.
+Times are CPU times of one thread unless stated: other load on the machine disturbs these least.
 """
 
 import argparse
@@ -57,7 +57,7 @@ class NaiveCurvSSLLoss(BarlowTwinsLoss):
 
 
 def medians(peers: dict[str, Callable[[], object]], *, repeats: int, clock: Callable[[], float]) -> dict[str, float]:
-    """Median seconds of each; the peers take turns, so that a slow minute is everyone's."""
+    """Median seconds of each; the peers take turns, so that a slow minute affects all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in peers}
     for _ in range(repeats):
         for name, run in peers.items():
@@ -100,7 +100,7 @@ def neighbors(*, n: int = 16_384, d: int = 128) -> list[Row]:
         torch.set_num_threads(threads)
         faiss.omp_set_num_threads(threads)
         peers = {"curvssl": lambda: nearest_neighbors(x, k=K), "faiss": flat_index}
-        # With several threads, wall time: while they wait for each other they use up CPU time.
+        # With several threads, wall time: threads that wait for each other use CPU time, too.
         clock = time.process_time if threads == 1 else time.perf_counter
         seconds = medians(peers, repeats=5, clock=clock)
         rows.append({"n": n, "d": d, "k": K, "threads": threads, "clock": clock.__name__, "seconds": seconds})
@@ -110,7 +110,7 @@ def neighbors(*, n: int = 16_384, d: int = 128) -> list[Row]:
 
 
 def growth_at(n: int, stage: str, *, d: int = 128) -> Row:
-    """CPU time of one stage and its peak memory above the input; in a new process, whose peak is this stage's."""
+    """CPU time of one stage and its peak memory above the input; in a new process, so that its peak is this stage's."""
     torch.set_num_threads(1)
     curvature(torch.randn(500, d))  # load the libraries
     x, anyone = torch.randn(n, d), torch.randint(n, (n, K))
@@ -131,7 +131,7 @@ def growth() -> dict[str, Any]:
             command = [sys.executable, __file__, "--growth-at", str(n), stage]
             row[stage] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
         rows.append(row)
-    large = [row for row in rows if row["n"] >= 10_000]  # below, fixed costs weigh in
+    large = [row for row in rows if row["n"] >= 10_000]  # for smaller n fixed costs matter
     exponents = {
         "time": slope([(row["n"], row["search"]["seconds"] + row["scores"]["seconds"]) for row in large]),
         "memory": slope([(row["n"], max(row["search"]["bytes"], row["scores"]["bytes"])) for row in large]),

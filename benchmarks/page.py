@@ -35,7 +35,7 @@ FRAMES = """() => new Promise((done) => { let n = 0; const from = performance.no
 
 
 def measured(browser: Any, n: int, ratio: int, folder: Path) -> dict[str, Any]:
-    """One map of n points, on a screen of one or two pixels a point of CSS."""
+    """One map of n points, on a screen with one or two device pixels per CSS pixel."""
     file = render([run("curvssl", pictured(n))], folder / f"{n}.html")
     page = browser.new_context(viewport={"width": 1280, "height": 900}, device_scale_factor=ratio).new_page()
     page.goto(file.resolve().as_uri())

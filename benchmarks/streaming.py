@@ -2,9 +2,9 @@
 
     python benchmarks/streaming.py [--device cpu] [--workers 2] [--out results/streaming-cpu.json]
 
-Every figure is in steady state (the first batch is left out), the median of several rounds in which all take turns. A
-"view" is a normalised float32 tensor on the device; two are made of every image. --ranks adds the weak scaling of
-pretraining from 1 to 2 ranks, one thread each: the batch a rank stays, so the views/s should double.
+Every rate is that of the steady state (the first batch is left out), the median of several rounds in which all take
+turns. A "view" is a normalised float32 tensor on the device; two are made of every image. --ranks adds the weak scaling
+of pretraining from 1 to 2 ranks, one thread each: the batch per rank is the same, so the views/s should double.
 """
 
 import argparse
@@ -32,12 +32,12 @@ from curvssl.data.views import Augment
 from curvssl.rundir import Run, provenance
 
 SIZE, BATCH = 224, 64
-PHOTO = (500, 375)  # the usual photograph of ImageNet
+PHOTO = (500, 375)  # the usual size of a photograph in ImageNet
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 
 
 def make_folder(root: Path, *, count: int) -> int:
-    """`count` JPEGs under 64 different contents; the mean size of a file in bytes."""
+    """Write `count` JPEGs with 64 different contents; return the mean size of a file in bytes."""
     from PIL import Image
 
     numbers = np.random.default_rng(0)
@@ -57,7 +57,7 @@ def make_folder(root: Path, *, count: int) -> int:
 
 
 def rate(batches: Iterator[Any], *, device: torch.device) -> float:
-    """Images a second after the first batch."""
+    """Images per second after the first batch."""
     next(batches)
     started, seen = time.perf_counter(), 0
     for batch in batches:
@@ -104,7 +104,7 @@ def torchvision_batches(root: Path, *, workers: int, device: torch.device) -> It
 
 
 def streaming(root: Path, packed: Path, *, workers: int, device: torch.device, rounds: int) -> dict[str, float]:
-    """Medians over the rounds, in images a second for "images …" and views a second for "views …"."""
+    """Medians over the rounds, in images per second for "images …" and views per second for "views …"."""
     folder = load(f"folder:{root}", size=SIZE).train.images
     array = load(f"array:{packed}", size=SIZE).train.images
     memory = resident(array, device=device)
@@ -138,9 +138,9 @@ def streaming(root: Path, packed: Path, *, workers: int, device: torch.device, r
 
 
 def weak_scaling(folder: Path, *, rounds: int) -> dict[str, Any]:
-    """Views/s of pretraining (resnet-mini, digits at 16×16, 64 images a rank) with 1 and 2 ranks of one thread each.
+    """Views/s of pretraining (resnet-mini, digits at 16×16, 64 images per rank) with 1 and 2 ranks of one thread each.
 
-    Two processes that know nothing of each other show what the two cores could give at best.
+    Two independent processes show the most that two cores can give.
     """
     found: dict[str, list[float]] = {"1 rank": [], "2 ranks": [], "2 separate processes": []}
     for r in range(rounds):
