@@ -21,7 +21,7 @@ from curvssl.rundir import Run
 from curvssl.train.loop import pretrain
 
 # 8×8 views cost a sixth of the demo's 16×16 and learn nearly as well.
-SHORT = dataclasses.replace(demo(), image_size=8, epochs=8, warmup_epochs=1, monitor_every=4)
+SHORT = dataclasses.replace(demo(), image_size=8, epochs=6, warmup_epochs=1, monitor_every=3)
 TINY = dataclasses.replace(SHORT, epochs=2, monitor_every=1, k=5)  # two epochs of ten steps
 CLOCKS = ("seconds", "views_per_s")  # the columns of metrics.jsonl that may differ between two equal runs
 
