@@ -166,13 +166,13 @@ def assert_same_run(one: Path, two: Path) -> None:
     torch.testing.assert_close(parameters(two), parameters(one), rtol=1e-7, atol=1e-7)
 
 
+def loss_curve(path: Path) -> Tensor:
+    return torch.tensor([row["loss"] for row in Run.read(path).metrics()], dtype=torch.float64)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     place = Path(sys.argv[1])
     with double_precision(), distributed.ranks(torch.device("cpu")):
         results = everything(place)
         (place / f"rank-{distributed.rank()}.json").write_text(json.dumps(results))
-
-
-def loss_curve(path: Path) -> Tensor:
-    return torch.tensor([row["loss"] for row in Run.read(path).metrics()], dtype=torch.float64)

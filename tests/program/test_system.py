@@ -91,40 +91,37 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_killed_run_goes_on_to_the_same_weights(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    out = tmp_path / "killed"
-    for step, moment in ((3, 0.0), (19, 0.05)):
+def test_a_run_that_is_killed_and_asked_to_stop_goes_on_to_the_same_weights(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "interrupted"
+    for step, moment, number in (
+        (3, 0.0, signal.SIGKILL),
+        (9, 0.0, signal.SIGTERM),
+        (15, 0.0, signal.SIGINT),
+        (21, 0.05, signal.SIGKILL),
+    ):
         process = start(*pretraining(out))
         wait_for(process, out, step=step)
-        if step == 3:  # while it trains, a second process is refused
+        if step == 3:  # while it trains, nobody else may
             with pytest.raises(SystemExit) as end:
                 main(pretraining(out))
             assert end.value.code == 2
             assert "another process trains in" in capsys.readouterr().err
         time.sleep(moment)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
+        process.send_signal(number)
+        if number == signal.SIGKILL:
+            process.communicate()
+            assert process.returncode == -signal.SIGKILL
+        else:
+            _, said = finish(process, code=128 + number)
+            assert said.endswith("\nstopped; the same command goes on from here\n")
         assert not (out / "encoder.safetensors").exists()
         assert len(list(out.glob("checkpoint-*.pt"))) <= 2
     finish(start(*pretraining(out)))
     assert weights(out) == weights(whole)
     assert rows(out) == rows(whole)
     assert not list(out.glob(".*.part"))
-
-
-def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_weights(whole: Path, tmp_path: Path):
-    out = tmp_path / "asked"
-    for step, asked in ((3, signal.SIGTERM), (15, signal.SIGINT)):
-        process = start(*pretraining(out))
-        wait_for(process, out, step=step)
-        process.send_signal(asked)
-        _, said = finish(process, code=128 + asked)
-        assert said.endswith("\nstopped; the same command goes on from here\n")
-        assert not (out / "encoder.safetensors").exists()
-    finish(start(*pretraining(out)))
-    assert weights(out) == weights(whole)
-    assert rows(out) == rows(whole)
 
 
 def test_a_finished_run_answers_at_once_and_refuses_other_settings(whole: Path, capsys: pytest.CaptureFixture[str]):
