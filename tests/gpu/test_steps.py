@@ -177,10 +177,10 @@ def flat_net() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 16))
 
 
-def take_with_a_schedule(step: Step, steps: int) -> None:
-    """α_curv changes at every step."""
+def take_with_a_schedule(step: Step, steps: int, *, weight: str = "alpha_curv") -> None:
+    """Each step has another number as the weight."""
     for s in range(steps):
-        step.criterion.alpha_curv = float(s)
+        setattr(step.criterion, weight, float(s))
         numbers = torch.Generator().manual_seed(s)
         rows = torch.randperm(1437, generator=numbers)[:BATCH].to(step.device)
         step(rows, torch.rand(2, BATCH, step.augment.draws, generator=numbers).to(step.device), 1e-5)
