@@ -400,11 +400,12 @@ def test_errors_say_what_came_and_what_is_needed() -> None:
 
 
 @compiles
-@pytest.mark.parametrize(("backend", "recipe"), [("aot_eager", {**STRONG, "solarize": 0}), ("inductor", {})])
-def test_compiled_with_fullgraph_gives_the_same_views(backend: str, recipe: dict) -> None:
+@pytest.mark.parametrize("recipe", [{**STRONG, "solarize": 0}, {}])
+def test_compiled_with_fullgraph_gives_the_same_views(recipe: dict) -> None:
+    """Traced as one graph; the code that inductor makes of it runs in tests of the device and of the compiled step."""
     model = Augment(size=16, mean=MEAN, std=STD, **recipe)
     images, u = photos(4, 3, 20, 20), uniforms(4, model.draws)
-    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
     torch.testing.assert_close(compiled(images, u), model(images, u), atol=2e-5, rtol=0)
 
 
