@@ -232,8 +232,8 @@ def _train(
             if main and (time.monotonic() - shown >= 1 or done == last):
                 show(done, step.means()["loss"], 2 * config.batch_size * (done - epoch_first), epoch_started)
                 shown = time.monotonic()
-            ended, monitored = done % steps_per_epoch == 0, False
-            if ended:
+            monitored = False
+            if done % steps_per_epoch == 0:
                 if measured:
                     write_row()
                 epoch = done // steps_per_epoch
