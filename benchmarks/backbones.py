@@ -46,7 +46,7 @@ class Side:
     """What both sides share: the same weights, images and random numbers. `step` takes one training step."""
 
     def __init__(self, encoder: str, setting: Setting) -> None:
-        from curvssl.data.views import Augment
+        from curvssl.data.views import Augment, Views
         from curvssl.losses import CurvSSLLoss
         from curvssl.models import make_net
 
@@ -54,7 +54,7 @@ class Side:
         shape = {"channels": 3, "size": setting.size, "width": 512, "depth": 2, "d_z": 128, "norm": False, "seed": 0}
         net = make_net(encoder=encoder, stem="imagenet", **shape).to(self.device)
         self.net = net.to(memory_format=torch.channels_last)
-        self.augment = Augment(size=setting.size, mean=MEAN, std=STD).to(self.device)
+        self.views = Views(Augment(size=setting.size, mean=MEAN, std=STD)).to(self.device)
         self.criterion = CurvSSLLoss(k=min(10, setting.batch - 1))
         self.numbers = torch.Generator(self.device).manual_seed(0)
         pixels = (IMAGES, 3, setting.size, setting.size)
@@ -63,9 +63,9 @@ class Side:
 
     def __call__(self) -> None:
         rows = torch.randint(0, IMAGES, (self.batch,), device=self.device, generator=self.numbers)
-        self.step(rows, torch.rand(2, self.batch, self.augment.draws, device=self.device, generator=self.numbers))
+        self.step(rows, self.views.draw(self.batch, generator=self.numbers))
 
-    def step(self, rows: Tensor, u: Tensor) -> None:
+    def step(self, rows: Tensor, u: tuple[Tensor, ...]) -> None:
         raise NotImplementedError
 
 
@@ -77,11 +77,10 @@ class Plain(Side):
         fused = True if self.device.type == "cuda" else None
         self.optimizer = torch.optim.Adam(self.net.parameters(), fused=fused, **ADAM)
 
-    def step(self, rows: Tensor, u: Tensor) -> None:
+    def step(self, rows: Tensor, u: tuple[Tensor, ...]) -> None:
         x = self.images[rows]
         with torch.autocast(self.device.type, torch.bfloat16):
-            views = (self.augment(x, numbers).contiguous(memory_format=torch.channels_last) for numbers in u)
-            z0, z1 = (self.net(view) for view in views)
+            z0, z1 = (self.net(view) for view in self.views(x, u)[0].chunk(2))
         loss = self.criterion(z0.float(), z1.float())
         self.optimizer.zero_grad()
         loss.backward()
@@ -99,12 +98,12 @@ class Ours(Side):
 
         mode = pick_mode("auto", device=self.device, optimizer="adam")
         optimizer = make_optimizer(self.net, name="adam", momentum=0.9, device=self.device, mode=mode, **ADAM)
-        parts = {"net": self.net, "criterion": self.criterion, "augment": self.augment, "images": self.images}
+        parts = {"net": self.net, "criterion": self.criterion, "views": self.views, "images": self.images}
         self.training_step = make_step(mode, optimizer=optimizer, device=self.device, bf16=True, **parts)
         with no_search():  # other processes use the device now and would disturb the search
             self()
 
-    def step(self, rows: Tensor, u: Tensor) -> None:
+    def step(self, rows: Tensor, u: tuple[Tensor, ...]) -> None:
         self.training_step(rows, u, ADAM["lr"])
         self.mode = self.training_step.mode  # differs from the mode asked for if that failed
 

@@ -19,11 +19,10 @@ import torch
 
 from curvssl.config import CHOICES, demo
 from curvssl.data.named import load
-from curvssl.data.views import Augment
 from curvssl.evaluate.probes import PROBES
 from curvssl.evaluate.runs import NAMES
 from curvssl.rundir import Run, provenance
-from curvssl.train.loop import make_criterion
+from curvssl.train.loop import make_criterion, make_views
 from curvssl.train.step import Step, make_optimizer
 
 
@@ -48,7 +47,7 @@ def step_costs() -> dict[str, float]:
     step = Step(
         net=net,
         criterion=make_criterion(config),
-        augment=Augment(size=config.image_size, mean=data.mean, std=data.std, **vars(config.augment)),
+        views=make_views(config, data),
         optimizer=make_optimizer(
             net, name="adam", lr=1e-3, weight_decay=1e-4, momentum=0.9, device=device, mode="eager"
         ),
@@ -57,7 +56,7 @@ def step_costs() -> dict[str, float]:
         bf16=False,
     )
     rows = torch.arange(config.batch_size)
-    u = torch.rand(2, config.batch_size, step.augment.draws)
+    u = step.views.draw(config.batch_size, generator=torch.Generator())
     views = torch.randn(2 * config.batch_size, 3, config.image_size, config.image_size)
     views = views.contiguous(memory_format=torch.channels_last)
     h = net.encoder(views).detach()
@@ -66,7 +65,7 @@ def step_costs() -> dict[str, float]:
         {
             "step_ms": lambda: step(rows, u, 1e-3),
             "encoder_forward_backward_ms": lambda: net.encoder(views).sum().backward(),
-            "views_ms": lambda: step.views(rows, u),
+            "views_ms": lambda: step.see(rows, u),
             "projector_ms": lambda: net.projector(h).sum().backward(),
             "loss_ms": lambda: step.criterion(z0, z1).backward(),
             "optimizer_ms": step.optimizer.step,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from curvssl.config import AugmentConfig, PretrainConfig, UserError
     from curvssl.geometry import angular_defect, curvature, kernel_curvature, nearest_neighbors, polyhedron_curvature
-    from curvssl.losses import BarlowTwinsLoss, Curvature, CurvSSLLoss, KernelCurvSSLLoss, VICRegLoss
+    from curvssl.losses import BarlowTwinsLoss, Chord, Curvature, CurvSSLLoss, KernelCurvSSLLoss, VICRegLoss, blend
     from curvssl.outliers import CurvatureOutlierDetector
     from curvssl.rundir import Run, load_encoder
     from curvssl.train.loop import pretrain
@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 _HOME = {
     "AugmentConfig": "config",
     "BarlowTwinsLoss": "losses",
+    "Chord": "losses",
     "CurvSSLLoss": "losses",
     "Curvature": "losses",
     "CurvatureOutlierDetector": "outliers",
@@ -25,6 +26,7 @@ _HOME = {
     "UserError": "config",
     "VICRegLoss": "losses",
     "angular_defect": "geometry",
+    "blend": "losses",
     "curvature": "geometry",
     "kernel_curvature": "geometry",
     "load_encoder": "rundir",
@@ -36,6 +38,7 @@ _HOME = {
 __all__ = [
     "AugmentConfig",
     "BarlowTwinsLoss",
+    "Chord",
     "CurvSSLLoss",
     "Curvature",
     "CurvatureOutlierDetector",
@@ -45,6 +48,7 @@ __all__ = [
     "UserError",
     "VICRegLoss",
     "angular_defect",
+    "blend",
     "curvature",
     "kernel_curvature",
     "load_encoder",

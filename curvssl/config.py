@@ -63,6 +63,14 @@ class AugmentConfig:
                 raise UserError(f"{name}={(low, high)} needs 0 < low ≤ high{' ≤ 1' if name == 'crop_scale' else ''}")
 
 
+# How the colours of local views differ from those of the global ones; what is not given is the same.
+COLOURS = ("jitter", "brightness", "contrast", "saturation", "hue", "grayscale", "blur", "solarize")
+Colours: Any = make_dataclass("Colours", [(name, float | None, None) for name in COLOURS], frozen=True, kw_only=True)
+Colours.__doc__ = "Colours of the local views.\n\nArgs:\n" + "".join(
+    f"    {name}: as augment.{name}, which it replaces for local views\n" for name in COLOURS
+)
+
+
 # One field for each setting of any method. The docstring is what --help shows.
 LossSettings: Any = make_dataclass(
     "LossSettings",
@@ -107,20 +115,27 @@ class PretrainConfig(LossSettings):
     step: str = "auto"  # auto is captured on one CUDA device, compiled with several, eager on CPU
     checkpoint_seconds: float = 60.0  # a checkpoint is written when this much time has passed
 
+    local_views: int = 0  # small views beside the two global ones, each compared with both
+    local_size: int = 16  # local views are this many pixels wide and high
+    local_crop_scale: tuple[float, float] = (0.05, 0.25)  # share of the image's area that a local view covers
+    alpha_chord: float = 0.0  # weight of the chord, for which a blend of two images is one more view; 0 leaves it out
+
     augment: AugmentConfig = field(default_factory=AugmentConfig)
+    local: Colours = field(default_factory=Colours)
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
             if getattr(self, name) not in (*known, OWN if name == "method" else None):
                 raise unknown(name, getattr(self, name), known)
-        for name in ("epochs", "batch_size", "image_size", "projector_width", "projector_depth", "d_z"):
+        for name in ("epochs", "batch_size", "image_size", "local_size", "projector_width", "projector_depth", "d_z"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} needs to be 1 or more")
         for name in ("lr", "eps"):
             if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
                 raise UserError(f"{name}={getattr(self, name)} needs to be a positive number")
         weights = [name for name, setting in SETTINGS.items() if isinstance(setting.default, float)]
-        for name in (*weights, "weight_decay", "warmup_epochs", "monitor_every", "checkpoint_seconds", "seed"):
+        counts = ("local_views", "monitor_every", "checkpoint_seconds", "seed")
+        for name in (*weights, "alpha_chord", "weight_decay", "warmup_epochs", *counts):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise UserError(f"{name}={getattr(self, name)} needs to be 0 or more")
         _within("momentum", self.momentum, 0, 1)
@@ -129,6 +144,12 @@ class PretrainConfig(LossSettings):
             raise UserError(f"k={self.k} has no pair of neighbours: use 2 or more")
         if self.batch_size <= self.k:
             raise UserError(f"batch_size={self.batch_size} needs more than k={self.k}: lower k or raise batch_size")
+        if self.alpha_chord and self.batch_size % 2:
+            raise UserError(f"batch_size={self.batch_size} has no pairs to blend for alpha_chord: use an even number")
+        if self.alpha_chord and self.method == OWN:
+            raise UserError(f"alpha_chord={self.alpha_chord} is for a named method: an own criterion sees no blends")
+        if self.local_views:
+            self.local_augment()  # its settings are checked
         if self.warmup_epochs > self.epochs:
             raise UserError(f"warmup_epochs={self.warmup_epochs} is longer than the run's epochs={self.epochs}")
         for name, setting in SETTINGS.items():
@@ -139,20 +160,27 @@ class PretrainConfig(LossSettings):
         """What the run's own method is told."""
         return {name: getattr(self, name) for name in METHODS[self.method].settings}
 
+    def local_augment(self) -> AugmentConfig:
+        """How a local view is made: as a global one, but for its crop and what `local` says."""
+        changes = {name: value for name, value in vars(self.local).items() if value is not None}
+        try:
+            return dataclasses.replace(self.augment, crop_scale=self.local_crop_scale, **changes)
+        except UserError as error:
+            raise UserError(f"local views: {error}") from None
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "PretrainConfig":
         """The inverse of `to_dict`, through JSON, where tuples have become lists."""
-        values = dict(values)
-        augment: dict[str, Any] = dict(values.pop("augment", {}))
-        augment |= {name: tuple(value) for name, value in augment.items() if isinstance(value, list)}
+        values = _with_tuples(values)
+        augment, local = _with_tuples(values.pop("augment", {})), values.pop("local", {})
         known = [f.name for f in dataclasses.fields(cls)]
         for name in values:
             if name not in known:
                 raise unknown("setting", name, known)
-        return cls(**values, augment=AugmentConfig(**augment))
+        return cls(**values, augment=AugmentConfig(**augment), local=Colours(**local))
 
 
 # What may differ between two commands that continue the same run: none of it decides what is learned.
@@ -172,6 +200,10 @@ def _accepted(name: str, value: Any) -> None:
         method.make(**{name: value})
     except ValueError as error:
         raise UserError(str(error)) from None
+
+
+def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:

@@ -1,7 +1,9 @@
-"""The paper's objectives: terms, which are functions of two views' embeddings, and losses, weighted sums of terms.
+"""The paper's objectives: terms, which are functions of views' embeddings, and losses, weighted sums of terms.
 
 A loss takes the embeddings of two views, (b, d) each, where row i of both comes from image i, and returns a scalar.
-`terms(z0, z1)` returns its named terms without their weights. Inside, z (2, b, d) holds both views.
+`terms(z0, z1)` returns its named terms without their weights. Further views may follow: the first two are global, the
+others local. A term of the embeddings is then the mean over the pairs of a global view and any other view; curvature is
+taken over the two global views. Inside, z (V, b, d) holds all V views.
 
 With torch.distributed initialised, every statistic and the gradient are those of the global batch (collectives.py).
 To add a loss: one class here, and one line in methods.py.
@@ -17,6 +19,8 @@ from curvssl.collectives import gather, rank, total, world_size
 from curvssl.geometry import check_k, kernel_neighbors, kernel_scores, neighbors_of, scores
 from curvssl.kernels import AnyKernel, check_gamma, kernel_width, product, resolve
 
+GLOBAL = 2  # the first views are global, the others local
+
 
 class Loss(nn.Module):
     """Σ_t w_t · term_t over `parts()`; a single term is a sum whose only part is itself.
@@ -28,8 +32,15 @@ class Loss(nn.Module):
     names: tuple[str, ...] = ()
 
     def numbers(self, z: Tensor) -> Tensor:
-        """One number for each name, from both views (2, b, d)."""
+        """One number for each name, from two views (2, b, d)."""
         raise NotImplementedError
+
+    def over_views(self, z: Tensor, blended: Tensor | None, t: Tensor | None) -> Tensor:
+        """The numbers of V views (V, b, d): the mean over the pairs of a global view and any other. `blended` and `t`
+        are for a term of blends, like `Chord`."""
+        if len(z) == GLOBAL:
+            return self.numbers(z)
+        return torch.stack([self.numbers(torch.stack((z[g], z[v]))) for g, v in pairs(len(z))]).mean(0)
 
     def weights(self) -> dict[str, float]:
         """The weights of the numbers in this term; a number without a weight is only logged."""
@@ -39,34 +50,47 @@ class Loss(nn.Module):
         """The terms with their weights; terms are independent, so a training step may compute them in parallel."""
         return ((1.0, self),)
 
-    def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
-        return self.weigh(self.terms(z0, z1))
+    def forward(self, z0: Tensor, z1: Tensor, *local: Tensor) -> Tensor:
+        return self.weigh(self.terms(z0, z1, *local))
 
-    def terms(self, z0: Tensor, z1: Tensor) -> dict[str, Tensor]:
+    def terms(self, z0: Tensor, z1: Tensor, *local: Tensor) -> dict[str, Tensor]:
         """The named numbers of the loss, without their weights, and those that are only logged."""
-        if z0.ndim != 2 or z0.shape != z1.shape:
+        shapes = [tuple(z.shape) for z in (z0, z1, *local)]
+        if len(shapes[0]) != 2 or len({*shapes}) > 1:
             raise ValueError(
-                f"expected two views of one shape (b, d), got {tuple(z0.shape)} and {tuple(z1.shape)}: "
-                "row i of both must come from image i"
+                f"expected views of one shape (b, d), got {' and '.join(map(str, shapes))}: "
+                "row i of all must come from image i"
             )
         with torch.autocast(z0.device.type, enabled=False):
-            z = torch.stack((z0, z1))
+            z = torch.stack((z0, z1, *local))
+        return self.terms_of(z)
+
+    def terms_of(self, z: Tensor, t: Tensor | None = None) -> dict[str, Tensor]:
+        """`terms` of all views in one tensor (V, b, d). With t (b,), the last of them are blends."""
         return {
-            name: number for _, part in self.parts() for name, number in zip(part.names, part.exactly(z), strict=True)
+            name: number
+            for _, part in self.parts()
+            for name, number in zip(part.names, part.exactly(z, t), strict=True)
         }
 
-    def exactly(self, z: Tensor) -> Tensor:
-        """`numbers` in at least float32."""
+    def exactly(self, z: Tensor, t: Tensor | None = None) -> Tensor:
+        """`over_views` in at least float32, z and t as in `terms_of`."""
         if z.shape[1] * world_size() < 2:
             raise ValueError("a batch of 1 has no statistics: use 2 or more images")
         with torch.autocast(z.device.type, enabled=False):
-            return self.numbers(z.to(torch.promote_types(z.dtype, torch.float32)))
+            z = z.to(torch.promote_types(z.dtype, torch.float32))
+            return self.over_views(z, None, None) if t is None else self.over_views(z[:-1], z[-1], t)
 
     def weigh(self, terms: Mapping[str, Any]) -> Any:
         """The loss from its named numbers."""
         return sum(
             weight * sum(own * terms[name] for name, own in part.weights().items()) for weight, part in self.parts()
         )
+
+
+def pairs(views: int) -> list[tuple[int, int]]:
+    """The pairs of a global view and any other view, each once: 1 + 2n of them with n local views."""
+    return [(g, v) for g in range(GLOBAL) for v in range(g + 1, views)]
 
 
 class BarlowTwinsLoss(Loss):
@@ -78,14 +102,17 @@ class BarlowTwinsLoss(Loss):
         super().__init__()
         self.lambda_emb, self.eps = lambda_emb, eps
 
-    def numbers(self, z: Tensor) -> Tensor:
-        b = z.shape[1] * world_size()
-        z0, z1 = standardise(z, eps=self.eps)
-        c = total(product(z0.mT, z1)) / b
-        diagonal = c.diagonal()
+    def over_views(self, z: Tensor, blended: Tensor | None, t: Tensor | None) -> Tensor:
+        b, d = z.shape[1] * world_size(), z.shape[2]
+        z = standardise(z, eps=self.eps)
+        # A global view against all views after it, side by side, is one matrix product: (d, b) × (b, views · d).
+        others = [z[g + 1 :].transpose(0, 1).flatten(1) for g in range(GLOBAL) if len(z) > g + 1]
+        c = torch.cat([product(z[g].mT, other) for g, other in enumerate(others)], dim=1)
+        c = (total(c) / b).unflatten(1, (-1, d))  # (d, pairs, d)
+        diagonal = c.diagonal(dim1=0, dim2=2)
         invariance = (diagonal - 1).square().sum()
         redundancy = c.square().sum() - diagonal.square().sum()
-        return torch.stack((invariance, redundancy))
+        return torch.stack((invariance, redundancy)) / c.shape[1]
 
     def weights(self) -> dict[str, float]:
         return {"invariance": 1.0, "redundancy": self.lambda_emb}
@@ -120,7 +147,8 @@ class Curvature(Loss):
         self.k, self.gamma, self.lambda_curv, self.eps = k, gamma, lambda_curv, eps
         self.kernel = None if kernel is None else resolve(kernel)
 
-    def numbers(self, z: Tensor) -> Tensor:
+    def over_views(self, z: Tensor, blended: Tensor | None, t: Tensor | None) -> Tensor:
+        z = z[:GLOBAL]
         b = z.shape[1] * world_size()
         check_k(self.k, n=b)
         c = standardise(self.scores(z).mT, eps=self.eps)  # (b, 2): c̃ and c̃', Eq. (17)
@@ -142,6 +170,70 @@ class Curvature(Loss):
         width = kernel_width(everyone, kernel=self.kernel, gamma=self.gamma)
         neighbors = kernel_neighbors(z, everyone, k=self.k, kernel=self.kernel, width=width, first=first)
         return kernel_scores(z, everyone, kernel=self.kernel, width=width, neighbors=neighbors)
+
+
+class Chord(Loss):
+    """Mean over points and dimensions of (z̃(t x + (1 − t) x') − (t z̃(x) + (1 − t) z̃(x')))².
+
+    The embedding of a blend of two images should lie on the chord between theirs. This is the second difference of the
+    embedding along the straight path between two images: zero where the path stays straight (docs/mathematics.md).
+    z (b, d) are the embeddings of b images, in pairs: rows 0 and 1, rows 2 and 3, and so on. Row i of `blended` (b, d)
+    is the embedding of a blend of image i, with weight t_i, and its partner (`curvssl.blend`). All are standardised by
+    the mean and the deviation of z, one map for all three points. It can be added to any loss:
+
+        x, t = curvssl.blend(views)
+        loss = any_loss(z0, z1) + 10 * chord(z0, net(x), t)
+    """
+
+    names = ("chord",)
+
+    def __init__(self, *, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, z: Tensor, blended: Tensor, t: Tensor) -> Tensor:  # type: ignore[override]
+        if z.ndim != 2 or z.shape != blended.shape or t.shape != z.shape[:1]:
+            raise ValueError(
+                f"expected z and blended (b, d) and t (b,), got {tuple(z.shape)}, {tuple(blended.shape)} and "
+                f"{tuple(t.shape)}: row i of blended must be the blend of image i and its partner"
+            )
+        return self.exactly(torch.stack((z, blended)), t)[0]
+
+    def over_views(self, z: Tensor, blended: Tensor | None, t: Tensor | None) -> Tensor:
+        if blended is None or t is None:
+            raise ValueError("the chord needs the embeddings of blends and their t: give the loss both")
+        centre, z, deviation = centred(z[0])
+        z, blended, t = z / (deviation + self.eps), (blended - centre) / (deviation + self.eps), t[:, None]
+        off = blended - (t * z + (1 - t) * partners(z))
+        return total(off.square().sum().view(1)) / (off.numel() * world_size())
+
+    def weights(self) -> dict[str, float]:
+        return {"chord": 1.0}
+
+
+class WithChord(Loss):
+    """A loss plus α_chord times the chord of the blends of its first view."""
+
+    def __init__(self, loss: Loss, *, alpha_chord: float) -> None:
+        super().__init__()
+        self.loss, self.chord, self.alpha_chord = loss, Chord(), alpha_chord
+
+    def parts(self) -> tuple[tuple[float, Loss], ...]:
+        return *self.loss.parts(), (self.alpha_chord, self.chord)
+
+
+def partners(x: Tensor) -> Tensor:
+    """Rows 0 and 1 exchanged, rows 2 and 3, and so on: each row's partner in a blend. A pair never spans two ranks."""
+    if len(x) % 2:
+        raise ValueError(f"{len(x)} images do not form pairs to blend: use an even number on every rank")
+    return x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+
+
+def blend(x: Tensor, t: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Blends t_i x_i + (1 − t_i) x_j of each image (b, …) and its partner j, and t (b,), by default uniform."""
+    t = torch.rand(len(x), device=x.device, dtype=x.dtype) if t is None else t
+    share = t.view(-1, *[1] * (x.ndim - 1))
+    return share * x + (1 - share) * partners(x), t
 
 
 def _setting_of(part: str, name: str) -> Any:
@@ -217,13 +309,19 @@ class VICRegLoss(Loss):
         return {"invariance": self.invariance, "variance": self.variance, "covariance": self.covariance}
 
 
-def standardise(z: Tensor, *, eps: float) -> Tensor:
-    """(z − μ) / (σ + ε) over the global batch, Eq. (12), with the population's σ, (…, b, d) → (…, b, d)."""
+def centred(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """μ, z − μ and the population's σ over the global batch: (…, 1, d), (…, b, d), (…, 1, d)."""
     b = z.shape[-2] * world_size()
-    z = z - total(z.sum(-2, keepdim=True)) / b
+    mean = total(z.sum(-2, keepdim=True)) / b
+    z = z - mean
     variance = total(z.square().sum(-2, keepdim=True)) / b
     constant = variance == 0  # √ has no gradient at 0
-    deviation = torch.where(constant, 0, torch.where(constant, 1, variance).sqrt())
+    return mean, z, torch.where(constant, 0, torch.where(constant, 1, variance).sqrt())
+
+
+def standardise(z: Tensor, *, eps: float) -> Tensor:
+    """(z − μ) / (σ + ε) over the global batch, Eq. (12), with the population's σ, (…, b, d) → (…, b, d)."""
+    _, z, deviation = centred(z)
     return z / (deviation + eps)
 
 

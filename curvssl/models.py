@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from curvssl.config import UserError, unknown
+from curvssl.losses import GLOBAL
 
 
 class ResNetMini(nn.Module):
@@ -58,10 +59,13 @@ def full_precision() -> Iterator[None]:
                 kind.fp32_precision = precision
 
 
-def make_encoder(name: str, *, stem: str = "imagenet", channels: int = 3, size: int = 224) -> nn.Module:
-    """A backbone that maps (b, channels, size, size) to (b, d_h): one of ENCODERS, or timm:NAME."""
+def make_encoder(
+    name: str, *, stem: str = "imagenet", channels: int = 3, size: int = 224, any_size: bool = False
+) -> nn.Module:
+    """A backbone that maps (b, channels, size, size) to (b, d_h): one of ENCODERS, or timm:NAME. With `any_size` it
+    takes images of other sizes as well, if it can."""
     if name.startswith("timm:"):
-        return _timm(name.removeprefix("timm:"), channels=channels, size=size)
+        return _timm(name.removeprefix("timm:"), channels=channels, size=size, any_size=any_size)
     if name not in ENCODERS:
         raise unknown("encoder", name, (*ENCODERS, "timm:NAME"))
     return ENCODERS[name](stem=stem, channels=channels)
@@ -88,7 +92,7 @@ ENCODERS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def _timm(name: str, *, channels: int, size: int) -> nn.Module:
+def _timm(name: str, *, channels: int, size: int, any_size: bool) -> nn.Module:
     try:
         import timm
     except ModuleNotFoundError:
@@ -98,14 +102,17 @@ def _timm(name: str, *, channels: int, size: int) -> nn.Module:
         raise unknown("timm backbone", name, [*difflib.get_close_matches(name, known, n=5, cutoff=0), "…"])
     make = partial(timm.create_model, name, pretrained=False, num_classes=0, in_chans=channels)
     numbers = torch.get_rng_state()
-    with _taking(size):
-        try:
-            net = make(img_size=size)
-        except TypeError as error:  # networks that take any size, like ResNets, have no parameter img_size
-            if "img_size" not in str(error):
-                raise
-            torch.set_rng_state(numbers)  # as if the failed attempt had drawn nothing
-            net = make()
+    attempts: list[dict[str, Any]] = [{"img_size": size, "dynamic_img_size": True}] if any_size else []
+    # Networks that take any size, like ResNets, have no parameter img_size.
+    for sizes in (*attempts, {"img_size": size}, {}):
+        with _taking(size):
+            try:
+                net = make(**sizes)
+                break
+            except TypeError as error:
+                if "img_size" not in str(error):
+                    raise
+                torch.set_rng_state(numbers)  # as if the failed attempt had drawn nothing
     for part in net.modules():
         if isinstance(part, timm.layers.PatchEmbed) and not part.dynamic_img_pad:
             _check_patches(name, known, patch=max(part.patch_size), size=size)
@@ -129,14 +136,14 @@ def _check_patches(name: str, known: Sequence[str], *, patch: int, size: int) ->
 
 
 @contextmanager
-def _taking(size: int) -> Iterator[None]:
+def _taking(size: int, *, flag: str = "--image-size") -> Iterator[None]:
     """Turn a network's error about the image size into one line."""
     try:
         yield
     except (RuntimeError, AssertionError, ValueError, ArithmeticError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"the encoder does not take images of {size}×{size} ({reason}): use another --image-size or --encoder"
+            f"the encoder does not take images of {size}×{size} ({reason}): use another {flag} or --encoder"
         ) from None
 
 
@@ -152,36 +159,77 @@ def make_projector(d_h: int, *, width: int, depth: int, d_z: int, norm: bool) ->
     return nn.Sequential(*layers)
 
 
+class Seen:
+    """What the batch holds that a network sees; its BatchNorms read it."""
+
+    views = GLOBAL
+    counted = GLOBAL  # the first of the views, which move the running statistics
+
+
 class Net(nn.Module):
     """z = g(f(x)), the network that is pretrained."""
 
     def __init__(self, encoder: nn.Module, projector: nn.Module) -> None:
         super().__init__()
         self.encoder, self.projector = encoder, projector
+        self.passes: tuple[int, ...]
+        self.seen, self.passes = Seen(), (GLOBAL,)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.projector(self.encoder(x))
+    def forward(self, x: Tensor, *smaller: Tensor) -> Tensor:
+        """Views of another size are a batch of their own. The encoder sees one batch at a time, the projector all.
+
+        Running statistics are those of the two global views, because the encoder will be used on whole images.
+        """
+        features = []
+        for i, views in enumerate((x, *smaller)):
+            self.seen.views, self.seen.counted = self.passes[i], 0 if i else GLOBAL
+            features.append(self.encoder(views))
+        return self.project(features)
+
+    def project(self, features: Sequence[Tensor]) -> Tensor:
+        """z of all views: the two global ones, the local ones, then blends, which come in the first batch."""
+        first, *local = features
+        both = GLOBAL * len(first) // self.passes[0]
+        self.seen.views, self.seen.counted = sum(self.passes), GLOBAL
+        return self.projector(torch.cat((first[:both], *local, first[both:])) if local else first)
 
 
 class PerView:
-    """Mixin for a BatchNorm: a batch (2b, …) holds two views, and each is normalised by its own statistics.
+    """Mixin for a BatchNorm: a batch (V · b, …) holds V views, and each is normalised by its own statistics.
 
-    One pass over both views is faster than two. The result is that of two passes, including the running statistics.
+    One pass over all views is faster than many. The result is that of one pass for each view, including the running
+    statistics, which only the first views move (`Seen`).
     """
 
     training: bool
+    track_running_stats: bool
+    seen: Seen
 
     def forward(self, x: Tensor) -> Tensor:
         normalise = super().forward  # type: ignore[misc]
-        return torch.cat([normalise(view) for view in x.chunk(2)]) if self.training else normalise(x)
+        if not self.training:
+            return normalise(x)
+        views = x.chunk(self.seen.views)
+        y = [normalise(view) for view in views[: self.seen.counted]]
+        if others := views[self.seen.counted :]:
+            tracks, self.track_running_stats = self.track_running_stats, False
+            y += [normalise(view) for view in others]
+            self.track_running_stats = tracks
+        return torch.cat(y)
 
 
-def per_view(net: nn.Module) -> None:
-    """Make every BatchNorm of a network normalise the two halves of a batch separately in training mode."""
+def per_view(net: nn.Module, *, passes: tuple[int, ...] = (GLOBAL,)) -> None:
+    """Make every BatchNorm of a network normalise the views in a batch separately in training mode. `passes` are the
+    numbers of views in the batches that the network sees in one step."""
+    seen = Seen()
     for module in net.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, PerView):
-            kind = type(module)
-            module.__class__ = type(f"PerView{kind.__name__}", (PerView, kind), {})
+        if isinstance(module, Net):
+            module.seen, module.passes = seen, passes
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if not isinstance(module, PerView):
+                kind = type(module)
+                module.__class__ = type(f"PerView{kind.__name__}", (PerView, kind), {})
+            module.seen = seen  # type: ignore[assignment]
 
 
 def make_net(
@@ -195,27 +243,30 @@ def make_net(
     d_z: int,
     norm: bool,
     seed: int,
+    local_size: int | None = None,
 ) -> Net:
     """Encoder and projector with weights drawn from the seed; the caller's random state does not change.
 
-    An encoder that is given as a module keeps its weights.
+    An encoder that is given as a module keeps its weights. `local_size` is that of local views, if there are any.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         f = encoder
         if not isinstance(f, nn.Module):
-            f = make_encoder(f, stem=stem, channels=channels, size=size)
+            f = make_encoder(f, stem=stem, channels=channels, size=size, any_size=local_size is not None)
         d_h = feature_dim(f, channels=channels, size=size)
+        if local_size is not None:
+            feature_dim(f, channels=channels, size=local_size, flag="--local-size")
         g = make_projector(d_h, width=width, depth=depth, d_z=d_z, norm=norm)
     return Net(f, g)
 
 
 @torch.no_grad()
-def feature_dim(encoder: nn.Module, *, channels: int, size: int) -> int:
-    """d_h, measured with one blank image."""
+def feature_dim(encoder: nn.Module, *, channels: int, size: int, flag: str = "--image-size") -> int:
+    """d_h, measured with one blank image; `flag` is where the size came from."""
     training = encoder.training
     try:
-        with _taking(size):
+        with _taking(size, flag=flag):
             h = encoder.eval()(torch.zeros(1, channels, size, size))
     finally:
         encoder.train(training)

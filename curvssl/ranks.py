@@ -197,7 +197,12 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
     def _over_ranks(self, x: Tensor) -> Tensor:
         n = world_size() * x.numel() // x.shape[1]
         mean, variance = global_statistics(x.detach())
-        if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
+        if (
+            self.track_running_stats
+            and self.running_mean is not None
+            and self.running_var is not None
+            and self.num_batches_tracked is not None
+        ):
             self.num_batches_tracked += 1
             share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
             self.running_mean.lerp_(mean, share)

@@ -34,6 +34,7 @@ from curvssl.train import loop as train
 
 METHODS = ("barlow-twins", "vicreg", "curvssl", "kernel-curvssl")
 STEPS = 20
+MANY: dict[str, Any] = {"local_views": 2, "local_size": 6, "alpha_chord": 3.0}
 STOP_AT = 8
 
 
@@ -131,7 +132,7 @@ def everything(folder: Path) -> dict[str, Any]:
     for method in METHODS:
         train.pretrain(config(folder, method=method), out=folder / f"two-{method}", progress=False)
     fits, memory.fits = memory.fits, lambda *_, **__: False
-    train.pretrain(config(folder, epochs=3), out=folder / "two-streamed", progress=False)
+    train.pretrain(config(folder, epochs=3, **MANY), out=folder / "two-streamed", progress=False)
     memory.fits = fits
     result["stopped"] = interrupted(config(folder), folder / "two-then-one", here=rank == 1)
     train.pretrain(config(folder), out=folder / "one-then-two", progress=False)
@@ -142,6 +143,7 @@ def everything(folder: Path) -> dict[str, Any]:
     result["probes"] = probe(run, seeds=(0,))
 
     result["odd batch"] = answer(config(folder, batch_size=25), folder / "odd")
+    result["odd pairs"] = answer(config(folder, batch_size=22, **MANY), folder / "odd")
     os.chdir(folder / f"machine-{rank}")  # as on a cluster where one machine has a part of the images
     result["less data"] = answer(config(folder, dataset="folder:pictures", batch_size=20), folder / "less")
     return result

@@ -7,7 +7,6 @@ import torch
 
 from curvssl.config import demo
 from curvssl.data.named import load
-from curvssl.data.views import Augment
 from curvssl.models import Net, make_net
 from curvssl.train import loop
 from curvssl.train.step import Step, make_optimizer
@@ -29,16 +28,19 @@ def make_step(
     bf16: bool = False,
     net: Any = None,
     criterion: Any = None,
+    local: int = 0,
+    alpha_chord: float = 0.0,
 ) -> Step:
     net = (net or small_net()).to(device)
     data = load("digits")
     settings = {"lr": 1e-3, "weight_decay": 1e-4, "momentum": 0.9, "device": device, "mode": mode}
-    config = dataclasses.replace(demo(), method=method, d_z=16)
+    views = {"local_views": local, "local_size": 8, "alpha_chord": alpha_chord}
+    config = dataclasses.replace(demo(), method=method, d_z=16, **views)
     return loop.make_step(
         mode,
         net=net,
         criterion=criterion or loop.make_criterion(config),
-        augment=Augment(size=16, mean=data.mean, std=data.std, **vars(demo().augment)).to(device),
+        views=loop.make_views(config, data).to(device),
         optimizer=make_optimizer(net, name=optimizer, **settings),
         images=data.train.images.pixels.to(device),
         device=device,
@@ -51,5 +53,9 @@ def take(step: Step, steps: int, *, lr: float = 1e-3) -> None:
     for s in range(steps):
         numbers = torch.Generator().manual_seed(s)
         rows = torch.randperm(1437, generator=numbers)[:BATCH].to(step.device)
-        u = torch.rand(2, BATCH, step.augment.draws, generator=numbers).to(step.device)
-        step(rows, u, lr * (s + 1) / steps)
+        step(rows, draw(step, BATCH, numbers), lr * (s + 1) / steps)
+
+
+def draw(step: Step, n: int, numbers: torch.Generator | None = None) -> list[torch.Tensor]:
+    """The uniform numbers of a step with n images, the same on every device."""
+    return [u.to(step.device) for u in step.views.draw(n, generator=numbers or torch.Generator().manual_seed(0))]

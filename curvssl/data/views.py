@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvssl.config import AugmentConfig, UserError
+from curvssl.losses import GLOBAL
+from curvssl.losses import blend as blend_pairs
 
 Planes = tuple[Tensor, ...]
 
@@ -340,3 +342,40 @@ class Augment(nn.Module):
         turns = uniform(u_turns, -self.recipe.hue, self.recipe.hue)
         slot = integers(u_slot, 1 + len(self.kinds))
         return torch.where(on, factors, 1), self.kinds[order], torch.where(on, turns, 0).squeeze(1), slot.squeeze(1)
+
+
+class Views(nn.Module):
+    """What a step sees of each image: two global views, n local ones of another size, and perhaps a blend of the first
+    view with that of another image. All views of one size are one batch, one view below the other.
+    """
+
+    def __init__(self, augment: Augment, *, local: Augment | None = None, n: int = 0, blends: bool = False) -> None:
+        super().__init__()
+        self.makers: Any = nn.ModuleList([augment, *([local] if local is not None and n else [])])
+        self.counts = (GLOBAL, n)[: len(self.makers)]
+        self.blends = blends
+
+    @property
+    def passes(self) -> tuple[int, ...]:
+        """The number of views in each batch."""
+        return self.counts[0] + self.blends, *self.counts[1:]
+
+    def draw(self, b: int, *, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """The uniform numbers of b images, (views, b, numbers) for each batch of views; for blends also t (1, b, 1)."""
+        shapes = [(n, b, maker.draws) for n, maker in zip(self.counts, self.makers, strict=True)]
+        shapes += [(1, b, 1)] * self.blends
+        return tuple(torch.rand(shape, generator=generator, device=generator.device) for shape in shapes)
+
+    def t(self, u: Sequence[Tensor]) -> Tensor | None:
+        """The share (b,) of each image in its blend."""
+        return u[-1].flatten() if self.blends else None
+
+    def forward(self, images: Tensor, u: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """uint8 images (b, C, H, W) → one batch for each size, (views · b, 3 or C, size, size), in channels_last."""
+        batches = [
+            maker(torch.cat([images] * n), numbers.flatten(0, 1))
+            for n, maker, numbers in zip(self.counts, self.makers, u, strict=False)
+        ]
+        if self.blends:
+            batches[0] = torch.cat((batches[0], blend_pairs(batches[0][: len(images)], self.t(u))[0]))
+        return tuple(views.contiguous(memory_format=torch.channels_last) for views in batches)

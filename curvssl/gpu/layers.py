@@ -6,14 +6,16 @@ and running statistics are computed on the second stream (overlap.py). Compiling
 
 import copy
 import itertools
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from curvssl.gpu.norm import normalise
-from curvssl.gpu.overlap import beside_this, convolve
+from curvssl.gpu.overlap import Uses, beside_this, convolve, second_stream
 from curvssl.gpu.stem import pool
+from curvssl.losses import GLOBAL
 from curvssl.models import no_search
 
 
@@ -47,9 +49,30 @@ def blocks_of(net: Any) -> list[Any]:
     return [block for stage in (net.layer1, net.layer2, net.layer3, net.layer4) for block in stage]
 
 
-def encode(net: Any, x: Tensor) -> Tensor:
-    """h of two views (2b, C, H, W) in channels_last, in x's precision. Training mode only: BatchNorm view by view."""
-    layers = _Layers(net, x)
+def encode(net: Any, *batches: Tensor, passes: tuple[int, ...] = (GLOBAL,)) -> list[Tensor]:
+    """h of batches of views (views · b, C, H, W) in channels_last, in their precision; `passes` are the numbers of
+    views. Training mode only: BatchNorm view by view, with running statistics as in models.Net."""
+    weights = _low_weights(net, batches[0].dtype, uses=len(batches))
+    first, *others = batches
+    # The other batches are on the third stream, in the backward pass as well: small ones leave much of a GPU idle.
+    third = second_stream(3) if others and first.is_cuda else None
+    if third is not None:
+        for x in (*others, *(low for low, _ in weights.values())):
+            x.record_stream(third)
+    with nullcontext() if third is None else beside_this(3):
+        h = [_pass(net, x, _Layers(net, x, weights, views)) for x, views in zip(others, passes[1:], strict=True)]
+    layers = _Layers(net, first, weights, passes[0])
+    h.insert(0, _pass(net, first, layers))
+    if third is not None:
+        here = torch.cuda.current_stream()
+        here.wait_stream(third)
+        for y in h[1:]:
+            y.record_stream(here)
+    layers.keep_statistics()
+    return h
+
+
+def _pass(net: Any, x: Tensor, layers: "_Layers") -> Tensor:
     blocks = blocks_of(net)
     pools = not isinstance(net.maxpool, nn.Identity)
     y = layers.normalise(net.bn1, layers.convolve(net.conv1, x), fork=not pools)
@@ -63,49 +86,57 @@ def encode(net: Any, x: Tensor) -> Tensor:
             shortcut = layers.normalise(block.downsample[1], layers.convolve(block.downsample[0], shortcut), relu=False)
         out = layers.convolve(block.conv2, out)
         y = layers.normalise(block.bn2, out, residual=shortcut, fork=next_block is not None)
-    layers.keep_statistics()
     # The mean over the pixels of (pixels, channels) has a gradient in channels_last; the mean over H and W does not.
     return y.flatten(1) if y.shape[2:] == (1, 1) else y.permute(0, 2, 3, 1).flatten(1, 2).mean(1)
 
 
-def rehearse(net: Any, images: int, size: int, dtype: torch.dtype, stream: torch.cuda.Stream) -> None:
-    """Compile the kernels for such images, by one forward and backward pass of a copy of the network."""
+def rehearse(
+    net: Any, b: int, sizes: list[int], passes: tuple[int, ...], dtype: torch.dtype, stream: torch.cuda.Stream
+) -> None:
+    """Compile the kernels for such views of b images, by one forward and backward pass of a copy of the network."""
     # Without cuDNN's search: its result belongs to this thread, and timings beside other work could be wrong.
     with torch.cuda.stream(stream), no_search():
-        x = torch.zeros(images, net.conv1.in_channels, size, size, dtype=dtype, device=stream.device)
-        encode(copy.deepcopy(net), x.contiguous(memory_format=torch.channels_last)).sum().backward()
+        shapes = [(views * b, net.conv1.in_channels, size, size) for views, size in zip(passes, sizes, strict=True)]
+        batches = [torch.zeros(shape, dtype=dtype, device=stream.device) for shape in shapes]
+        batches = [x.contiguous(memory_format=torch.channels_last) for x in batches]
+        torch.cat(encode(copy.deepcopy(net), *batches, passes=passes)).sum().backward()
+
+
+def _low_weights(net: nn.Module, dtype: torch.dtype, *, uses: int) -> dict[Tensor, tuple[Tensor, Uses]]:
+    """Each convolution's weight in low precision, and what its `uses` passes share."""
+    weights = [module.weight for module in net.modules() if isinstance(module, nn.Conv2d)]
+    low = exact = [weight.detach() for weight in weights]
+    if dtype != exact[0].dtype:
+        low = [torch.empty_like(weight, dtype=dtype) for weight in exact]
+        torch._foreach_copy_(low, exact)  # all in one launch
+    return {weight: (small, Uses(uses)) for weight, small in zip(weights, low, strict=True)}
 
 
 class _Layers:
     """What the layers share in one pass: weights in low precision, zeros for sums, and BatchNorm statistics."""
 
-    def __init__(self, net: nn.Module, x: Tensor) -> None:
-        weights = [module.weight for module in net.modules() if isinstance(module, nn.Conv2d)]
-        low = exact = [weight.detach() for weight in weights]
-        if x.dtype != exact[0].dtype:
-            low = [torch.empty_like(weight, dtype=x.dtype) for weight in exact]
-            torch._foreach_copy_(low, exact)  # all in one launch
-        self.low = dict(zip(weights, low, strict=True))
+    def __init__(self, net: nn.Module, x: Tensor, weights: dict[Tensor, tuple[Tensor, Uses]], views: int) -> None:
+        self.weights, self.views = weights, views
         norms = [module for module in net.modules() if isinstance(module, nn.BatchNorm2d)]
-        sizes = [8 * bn.num_features for bn in norms]
+        sizes = [4 * views * bn.num_features for bn in norms]
         self.zeros = dict(zip(norms, torch.zeros(sum(sizes), device=x.device).split(sizes), strict=True))
         self.statistics: dict[nn.Module, Tensor] = {}
 
     def convolve(self, layer: nn.Conv2d, x: Tensor) -> Tensor:
         stride, padding = (list(cast(tuple[int, ...], pair)) for pair in (layer.stride, layer.padding))
-        return convolve(x, layer.weight, self.low[layer.weight], stride, padding)
+        return convolve(x, layer.weight, *self.weights[layer.weight], stride, padding)
 
     def normalise(
         self, layer: Any, x: Tensor, *, residual: Tensor | None = None, relu: bool = True, fork: bool = False
     ) -> Any:
         """With `fork`, the output twice, once for each of two readers; their gradients then arrive separately."""
-        zeros = self.zeros[layer].view(2, 2, 2, -1)
+        zeros = self.zeros[layer].view(2, self.views, 2, -1)
         self.statistics[layer], *y = normalise(x, residual, layer.weight, layer.bias, zeros, layer.eps, relu, fork)
         return tuple(y) if fork else y[0]
 
     @torch.no_grad()
     def keep_statistics(self) -> None:
-        """Update the running statistics once per view, on the second stream because nothing waits for them."""
+        """Update the running statistics once per global view, on the second stream because nothing waits for them."""
         statistics = list(self.statistics.values())
         if not statistics[0].is_cuda:
             return self._move(statistics)
@@ -117,7 +148,8 @@ class _Layers:
 
     def _move(self, found: list[Tensor]) -> None:
         norms: Any = list(self.statistics)
-        for view, (row, name) in itertools.product(range(2), enumerate(("running_mean", "running_var"))):
+        kinds = enumerate(("running_mean", "running_var"))
+        for view, (row, name) in itertools.product(range(GLOBAL), kinds):
             running = [getattr(bn, name) for bn in norms]
             torch._foreach_lerp_(running, [statistics[view, row] for statistics in found], norms[0].momentum)
-        torch._foreach_add_([bn.num_batches_tracked for bn in norms], 2)
+        torch._foreach_add_([bn.num_batches_tracked for bn in norms], GLOBAL)

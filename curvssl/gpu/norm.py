@@ -1,8 +1,8 @@
-"""BatchNorm of two views, with the residual and the ReLU that follow it, as hand-written GPU kernels.
+"""BatchNorm of V views, with the residual and the ReLU that follow it, as hand-written GPU kernels.
 
-torch's layers and models.PerView define what is computed; the tests compare the two. A batch (2b, C, H, W) in
-channels_last is a matrix of pixels × channels, with one view in the upper half and one in the lower. Each view is
-normalised by its own statistics.
+torch's layers and models.PerView define what is computed; the tests compare the two. A batch (V · b, C, H, W) in
+channels_last is a matrix of pixels × channels, with one view below the other. Each view is normalised by its own
+statistics.
 """
 
 from typing import Any, cast
@@ -32,12 +32,12 @@ def _channels(c, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _place(c, COLUMNS: tl.constexpr):
+def _place(c, VIEWS: tl.constexpr, COLUMNS: tl.constexpr):
     """For a program of an elementwise kernel: its tile, view and channels, and which channels exist. Programs process
     all channels and views of a tile before the next tile, as the sum kernels do, whose programs all run at once."""
     index, across = tl.program_id(0), tl.cdiv(c, COLUMNS)
-    cols = index // 2 % across * COLUMNS + tl.arange(0, COLUMNS)
-    return index // (2 * across), index % 2, cols, cols < c
+    cols = index // VIEWS % across * COLUMNS + tl.arange(0, COLUMNS)
+    return index // (VIEWS * across), index % VIEWS, cols, cols < c
 
 
 @triton.jit
@@ -91,10 +91,11 @@ def _sums(
 @triton.jit
 def _forward(
     x_ptr, residual_ptr, y_ptr, sum_ptr, statistics_ptr, weight_ptr, bias_ptr, rows, c,
-    EPS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    EPS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr, VIEWS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """y = relu(γ (x − μ) / √(σ² + ε) + β + residual); also writes the statistics."""
-    tile, view, cols, inside = _place(c, COLUMNS)
+    tile, view, cols, inside = _place(c, VIEWS, COLUMNS)
     live, offsets = _tile(tile, view, cols, inside, rows, c, ROWS)
     shift = tl.load(sum_ptr + view * 2 * c + cols, inside, other=0.0) / rows
     square = tl.load(sum_ptr + view * 2 * c + c + cols, inside, other=0.0) / rows
@@ -149,10 +150,10 @@ def _gradient_sums(
 @triton.jit
 def _backward(
     dy_ptr, x_ptr, statistics_ptr, weight_ptr, bias_ptr, sum_ptr, dx_ptr, d_weight_ptr, d_bias_ptr, rows, c,
-    EPS: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    EPS: tl.constexpr, RELU: tl.constexpr, VIEWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """∂x = γ / √(σ² + ε) · (∂ − ⟨∂⟩ − x̂ ⟨∂ x̂⟩), averages over a view's pixels; ∂γ, ∂β are sums over both views."""
-    tile, view, cols, inside = _place(c, COLUMNS)
+    """∂x = γ / √(σ² + ε) · (∂ − ⟨∂⟩ − x̂ ⟨∂ x̂⟩), averages over a view's pixels; ∂γ, ∂β are sums over all views."""
+    tile, view, cols, inside = _place(c, VIEWS, COLUMNS)
     live, offsets = _tile(tile, view, cols, inside, rows, c, ROWS)
     mean, variance = _moments(statistics_ptr, cols, inside, view, rows, c)
     inverse = 1 / tl.sqrt(variance + EPS)
@@ -168,18 +169,21 @@ def _backward(
     dx = (weight * inverse)[None, :] * (d - (total / rows)[None, :] - hat * (slope / rows)[None, :])
     tl.store(dx_ptr + offsets, dx, live)
     if (tile == 0) & (view == 0):
-        tl.store(d_bias_ptr + cols, total + tl.load(ptr + 2 * c, inside, other=0.0), inside)
-        tl.store(d_weight_ptr + cols, slope + tl.load(ptr + 3 * c, inside, other=0.0), inside)
+        for other in tl.static_range(1, VIEWS):
+            total += tl.load(ptr + 2 * other * c, inside, other=0.0)
+            slope += tl.load(ptr + (2 * other + 1) * c, inside, other=0.0)
+        tl.store(d_bias_ptr + cols, total, inside)
+        tl.store(d_weight_ptr + cols, slope, inside)
 
 
-def _grid(x: Tensor) -> tuple[int, int, dict[str, int], tuple[int, int, int], tuple[int]]:
+def _grid(x: Tensor, views: int) -> tuple[int, int, dict[str, int], tuple[int, int, int], tuple[int]]:
     """Pixels per view, channels, settings of a sum kernel, and the grids of a sum kernel and of an elementwise one."""
     c = x.shape[1]
-    rows = x.numel() // c // 2
+    rows = x.numel() // c // views
     down, across = triton.cdiv(rows, SUMS["ROWS"]), triton.cdiv(c, COLUMNS)
-    tiles = max(LEAST, triton.cdiv(2 * down * across, PROGRAMS))
-    sum_grid = triton.cdiv(down, tiles), across, 2
-    return rows, c, {"tiles": tiles, **SUMS}, sum_grid, (2 * across * triton.cdiv(rows, TILE["ROWS"]),)
+    tiles = max(LEAST, triton.cdiv(views * down * across, PROGRAMS))
+    sum_grid = triton.cdiv(down, tiles), across, views
+    return rows, c, {"tiles": tiles, **SUMS}, sum_grid, (views * across * triton.cdiv(rows, TILE["ROWS"]),)
 
 
 class _Normalise(torch.autograd.Function):
@@ -191,9 +195,10 @@ class _Normalise(torch.autograd.Function):
         x = x.contiguous(memory_format=torch.channels_last)
         add = x if residual is None else residual.contiguous(memory_format=torch.channels_last)
         y, statistics = torch.empty_like(x), torch.empty_like(zeros[0])
-        rows, c, settings, sum_grid, grid = _grid(x)
+        views = len(statistics)
+        rows, c, settings, sum_grid, grid = _grid(x, views)
         _sums[sum_grid](x, zeros[0], rows, c, **settings)
-        flags = {"EPS": eps, "RELU": relu, "RESIDUAL": residual is not None}
+        flags = {"EPS": eps, "RELU": relu, "RESIDUAL": residual is not None, "VIEWS": views}
         _forward[grid](x, add, y, zeros[0], statistics, weight, bias, rows, c, **flags, **TILE)
         ctx.save_for_backward(x, None if residual is None else y, statistics, weight, bias, zeros)
         ctx.eps, ctx.relu = eps, relu
@@ -208,12 +213,13 @@ class _Normalise(torch.autograd.Function):
         second = dy if more is None else more.contiguous(memory_format=torch.channels_last)
         writes = more is not None or y is not None  # the sum of two gradients, or the residual's gradient
         dx, passed = torch.empty_like(x), torch.empty_like(dy) if writes else dy
-        rows, c, settings, sum_grid, grid = _grid(x)
+        views = len(statistics)
+        rows, c, settings, sum_grid, grid = _grid(x, views)
         flags = {"EPS": ctx.eps, "RELU": ctx.relu, "MORE": more is not None, "RESIDUAL": y is not None}
         common = (statistics, weight, bias, zeros[1])
         _gradient_sums[sum_grid](dy, second, x, x if y is None else y, *common, passed, rows, c, **flags, **settings)
         d_weight, d_bias = torch.empty_like(weight), torch.empty_like(bias)
-        flags = {"EPS": ctx.eps, "RELU": ctx.relu and not writes}
+        flags = {"EPS": ctx.eps, "RELU": ctx.relu and not writes, "VIEWS": views}
         _backward[grid](passed, x, *common, dx, d_weight, d_bias, rows, c, **flags, **TILE)
         return dx, None if y is None else passed, d_weight, d_bias, None, None, None, None
 
@@ -221,10 +227,10 @@ class _Normalise(torch.autograd.Function):
 def normalise(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, zeros: Tensor, eps: float, relu: bool, fork: bool
 ) -> tuple[Tensor, ...]:
-    """Statistics (2, 2, C), a mean and a variance for each view, and y of two views x (2b, C, H, W).
+    """Statistics (V, 2, C), a mean and a variance for each view, and y of V views x (V · b, C, H, W).
 
     With `fork`, y is returned twice, once for each of two readers, so that their gradients arrive separately. Sums are
-    added to `zeros` (2, 2, 2, C): to one half forward, to the other backward. The variance is the sample variance, as
+    added to `zeros` (2, V, 2, C): to one half forward, to the other backward. The variance is the sample variance, as
     in running statistics.
     """
     return cast(tuple[Tensor, ...], _Normalise.apply(x, residual, weight, bias, zeros, eps, relu, fork))

@@ -14,22 +14,23 @@ from torch import Tensor, nn
 
 from curvssl.gpu import adam, stem
 
-_streams: dict[int, torch.cuda.Stream] = {}
+_streams: dict[tuple[int, int], torch.cuda.Stream] = {}  # of a device: the second stream, and the third
 # Set during a backward pass in `backward_and_step`: takes a weight and its gradient, returns whether it has updated it.
 _update: list[Callable[[Tensor, Tensor], bool]] = []
 
 
-def second_stream() -> torch.cuda.Stream:
-    device = torch.cuda.current_device()
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream()
-    return _streams[device]
+def second_stream(number: int = 2) -> torch.cuda.Stream:
+    """The second stream of the current device, or the third."""
+    key = torch.cuda.current_device(), number
+    if key not in _streams:
+        _streams[key] = torch.cuda.Stream()
+    return _streams[key]
 
 
 @contextmanager
-def beside_this() -> Iterator[torch.cuda.Stream]:
+def beside_this(number: int = 2) -> Iterator[torch.cuda.Stream]:
     """Run the block on the second stream, after everything that the current stream has been given so far."""
-    second = second_stream()
+    second = second_stream(number)
     second.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(second):
         yield second
@@ -39,19 +40,39 @@ def beside_this() -> Iterator[torch.cuda.Stream]:
 def one_stream() -> Iterator[None]:
     """Use a single stream: for the first step, in which cuDNN times its algorithms for every convolution."""
     device = torch.cuda.current_device()
-    second = second_stream()
-    _streams[device] = torch.cuda.current_stream()
+    before = {(device, number): second_stream(number) for number in (2, 3)}
+    _streams.update(dict.fromkeys(before, torch.cuda.current_stream()))
     try:
         yield
     finally:
-        _streams[device] = second
+        _streams.update(before)
+
+
+class Uses:
+    """A weight that several passes of one step use: their gradients are added up before the weight is updated."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left  # passes whose gradient is still to come
+        self.sum: Tensor | None = None
+
+    def add(self, gradient: Tensor) -> Tensor | None:
+        """The sum of all gradients, in float32 if there are several, or None if more are to come."""
+        self.left -= 1
+        if self.sum is not None:
+            gradient = self.sum.add_(gradient)
+        if self.left:
+            self.sum = gradient.float()
+            return None
+        return gradient
 
 
 class _Convolve(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, low: Tensor, stride: list[int], padding: list[int]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, low: Tensor, uses: Uses, stride: list[int], padding: list[int]
+    ) -> Tensor:
         ctx.save_for_backward(x, low)
-        ctx.weight, ctx.stride, ctx.padding = weight, stride, padding
+        ctx.weight, ctx.uses, ctx.stride, ctx.padding = weight, uses, stride, padding
         # On a single pixel, a 3×3 convolution uses only its centre weight: all else is padding.
         ctx.centre = (x.shape[2:], low.shape[2:], *stride, *padding) == ((1, 1), (3, 3), 1, 1, 1, 1)
         if ctx.centre:
@@ -68,12 +89,12 @@ class _Convolve(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             d_weight = _beside(ctx, grad, x, low) if x.is_cuda else _weight_gradient(ctx, grad, x, low).to(ctx.weight)
         d_x = _input_gradient(ctx, grad, x, low) if ctx.needs_input_grad[0] else None
-        return d_x, d_weight, None, None, None
+        return d_x, d_weight, None, None, None, None
 
 
-def convolve(x: Tensor, weight: Tensor, low: Tensor, stride: list[int], padding: list[int]) -> Tensor:
+def convolve(x: Tensor, weight: Tensor, low: Tensor, uses: Uses, stride: list[int], padding: list[int]) -> Tensor:
     """conv2d(x, low), where low is the weight in x's precision; the gradient goes to `weight`."""
-    return cast(Tensor, _Convolve.apply(x, weight, low, stride, padding))
+    return cast(Tensor, _Convolve.apply(x, weight, low, uses, stride, padding))
 
 
 def _input_gradient(ctx: Any, grad: Tensor, x: Tensor, low: Tensor) -> Tensor:
@@ -103,7 +124,9 @@ def _beside(ctx: Any, grad: Tensor, x: Tensor, low: Tensor) -> Tensor | None:
     with beside_this() as second:
         for tensor in (grad, x):
             tensor.record_stream(second)  # its memory must not be reused before
-        gradient = _weight_gradient(ctx, grad, x, low)
+        gradient = ctx.uses.add(_weight_gradient(ctx, grad, x, low))
+        if gradient is None:
+            return None
         # In float32 `low` is the weight itself, which the rest of the backward pass still reads.
         if _update and low.dtype != ctx.weight.dtype and _update[0](ctx.weight, gradient):
             return None

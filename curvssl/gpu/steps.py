@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from curvssl.losses import Loss
+from curvssl.losses import GLOBAL, Loss
 from curvssl.models import Net
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 KEEP_DAYS = 30  # from the last run with the same source code until its compiled code is deleted
 WARM_STEPS = 3  # real steps taken before a capture: they compile, and they make the optimiser's state
 
-Piece = Callable[[Tensor], tuple[Tensor, Tensor]]  # embeddings (2b, d) → some terms, and their share of the gradient
+# Embeddings (V · b, d), and t of the blends if there are any → some terms, and their share of the gradient.
+Piece = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 class FastStep:
@@ -40,12 +41,13 @@ class FastStep:
             seek_fastest_convolutions()
             from curvssl.gpu import colour
 
-            colour.speed_up(step.augment)
+            for maker in step.views.makers:
+                colour.speed_up(maker)
         # A user's own criterion is not compiled: it may do anything.
         self._sum = isinstance(step.criterion, Loss) and not any(True for _ in step.criterion.parameters())
         self._by_hand = False  # whether the encoder's pass is the one of layers.py
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._static: tuple[Tensor, Tensor] | None = None
+        self._static: tuple[Tensor, list[Tensor]] | None = None  # inputs of the captured step
         self._taken = 0  # steps so far
         self._plain_state = plain_state(step.criterion)
         step.mode, step.take = mode, self.take
@@ -54,7 +56,7 @@ class FastStep:
         else:
             self._whole = self._compiled(self._terms if self._sum else step.embed)
 
-    def take(self, batch: Tensor, u: Tensor) -> None:
+    def take(self, batch: Tensor, u: Sequence[Tensor]) -> None:
         """One step. If the first one cannot be compiled, the plain step is used from then on."""
         step = self.step
         try:
@@ -75,11 +77,13 @@ class FastStep:
 
     # ---- compiled ----
 
-    def _terms(self, batch: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        z = self.step.embed(batch, u)
-        return torch.stack(tuple(self.step.criterion.terms(*z.chunk(2)).values())), z  # type: ignore[operator]
+    def _terms(self, batch: Tensor, u: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        step = self.step
+        z = step.embed(batch, u)
+        terms = step.criterion.terms_of(step.by_view(z), step.views.t(u))  # type: ignore[operator]
+        return torch.stack(tuple(terms.values())), z
 
-    def _take_compiled(self, batch: Tensor, u: Tensor) -> None:
+    def _take_compiled(self, batch: Tensor, u: Sequence[Tensor]) -> None:
         """Weights are applied outside the compiled part: otherwise a new weight would mean a new compilation."""
         step = self.step
         step.optimizer.zero_grad()
@@ -88,17 +92,17 @@ class FastStep:
             loss = step.criterion.weigh(dict(zip(step.names, terms.unbind(), strict=True)))  # type: ignore[operator]
         else:
             z = self._whole(batch, u)
-            loss, terms = step.judge(*z.chunk(2))
+            loss, terms = step.judge(z, None)
         loss.backward()
         step.finish([terms.detach()], [step.weights], z)
 
     # ---- captured ----
 
-    def _take_captured(self, batch: Tensor, u: Tensor) -> None:
+    def _take_captured(self, batch: Tensor, u: Sequence[Tensor]) -> None:
         if self._static is None:
-            self._static = (batch.clone(), u.clone())
-        self._static[0].copy_(batch)
-        self._static[1].copy_(u)
+            self._static = (batch.clone(), [part.clone() for part in u])
+        for kept, given in zip((self._static[0], *self._static[1]), (batch, *u), strict=True):
+            kept.copy_(given)
         if self._taken < WARM_STEPS:
             from curvssl.gpu import overlap
 
@@ -115,7 +119,7 @@ class FastStep:
         assert self._graph is not None
         self._graph.replay()
 
-    def _capture(self, batch: Tensor, u: Tensor) -> bool:
+    def _capture(self, batch: Tensor, u: Sequence[Tensor]) -> bool:
         """Record the step. If that fails, one line says why, and the next steps are taken piece by piece."""
         changed = [
             name for name, value in plain_state(self.step.criterion).items() if value != self._plain_state.get(name)
@@ -144,7 +148,7 @@ class FastStep:
         self._graph = graph
         return True
 
-    def _take_pieces(self, batch: Tensor, u: Tensor) -> None:
+    def _take_pieces(self, batch: Tensor, u: Sequence[Tensor]) -> None:
         """The step in pieces, compiled or hand-written. Each term computes its share of the embeddings' gradient
         without waiting for the others; all but the first do so on the second stream."""
         from curvssl.gpu import overlap
@@ -158,7 +162,7 @@ class FastStep:
         beside.wait_stream(here)
         for i in reversed(range(len(pieces))):
             with torch.cuda.stream(beside if i else here):
-                terms[i], gradients[i] = pieces[i](copies[i])
+                terms[i], gradients[i] = pieces[i](copies[i], step.views.t(u))
         here.wait_stream(beside)
 
         def backward() -> None:
@@ -187,28 +191,30 @@ class FastStep:
     def _piece(self, part: Loss, weights: Tensor) -> Piece:
         from curvssl.gpu import fused
 
-        def terms(z: Tensor) -> Tensor:
-            return part.exactly(z.unflatten(0, (2, -1)))
+        step = self.step
+
+        def terms(z: Tensor, t: Tensor | None) -> Tensor:
+            return part.exactly(step.by_view(z), t)
 
         plain = self._compiled(terms, split_reductions=False)  # a second launch costs more here than it gains
 
-        def piece(z: Tensor) -> tuple[Tensor, Tensor]:
+        def piece(z: Tensor, t: Tensor | None) -> tuple[Tensor, Tensor]:
             z = z.detach().requires_grad_()
-            fast = fused.numbers(part, z.unflatten(0, (2, -1)))
-            values = plain(z) if fast is None else fast
+            fast = fused.numbers(part, step.by_view(z)[:GLOBAL])
+            values = plain(z, t) if fast is None else fast
             return values.detach(), torch.autograd.grad(values, z, weights)[0]
 
         return piece
 
-    def _own(self, z: Tensor) -> tuple[Tensor, Tensor]:
+    def _own(self, z: Tensor, t: Tensor | None) -> tuple[Tensor, Tensor]:
         """The piece of a user's own criterion, which may have parameters."""
         z = z.detach().requires_grad_()
-        loss, terms = self.step.judge(*z.chunk(2))
+        loss, terms = self.step.judge(z, t)
         loss.backward()
         assert z.grad is not None
         return terms, z.grad
 
-    def _embed(self, batch: Tensor, u: Tensor, readers: int) -> tuple[Tensor, ...]:
+    def _embed(self, batch: Tensor, u: Sequence[Tensor], readers: int) -> tuple[Tensor, ...]:
         return copies_of(self.step.embed(batch, u), readers)
 
     def _embed_by_hand(self) -> Callable[..., tuple[Tensor, ...]]:
@@ -219,24 +225,27 @@ class FastStep:
         low = torch.bfloat16 if step.bf16 else torch.float32
         assert isinstance(net, Net)
 
-        def projected(h: Tensor, readers: int) -> tuple[Tensor, ...]:
+        passes = step.views.passes
+
+        def projected(features: list[Tensor], readers: int) -> tuple[Tensor, ...]:
             with torch.autocast(step.device.type, torch.bfloat16, enabled=step.bf16):
-                z = net.projector(h)
+                z = net.project(features)
             return copies_of(z.to(torch.promote_types(z.dtype, torch.float32)), readers)
 
-        views = self._compiled(lambda batch, u: step.views(batch, u).to(low))
+        views = self._compiled(lambda batch, u: [x.to(low) for x in step.see(batch, u)])
         project = self._compiled(projected)
 
-        def embed(batch: Tensor, u: Tensor, readers: int) -> tuple[Tensor, ...]:
+        def embed(batch: Tensor, u: Sequence[Tensor], readers: int) -> tuple[Tensor, ...]:
             if self._taken or not batch.is_cuda:
                 x = views(batch, u)
             else:  # the encoder's kernels are compiled while torch compiles the views
                 with ThreadPoolExecutor(1) as thread:
-                    shape = (2 * len(batch), step.augment.size, low, torch.cuda.current_stream())
-                    done = thread.submit(layers.rehearse, net.encoder, *shape)
+                    sizes = [maker.size for maker in step.views.makers]
+                    shapes = (len(batch), sizes, passes, low, torch.cuda.current_stream())
+                    done = thread.submit(layers.rehearse, net.encoder, *shapes)
                     x = views(batch, u)
                     done.result()
-            return project(layers.encode(net.encoder, x), readers)
+            return project(layers.encode(net.encoder, *x, passes=passes), readers)
 
         return embed
 

@@ -30,8 +30,9 @@ from curvssl.data.images import TensorImages
 from curvssl.data.named import Dataset, check_on_ranks, describe, load_on_ranks
 from curvssl.data.order import batches, hold_out, mix
 from curvssl.data.own import own_images
-from curvssl.data.views import Augment
+from curvssl.data.views import Augment, Views
 from curvssl.files import lock, write_json
+from curvssl.losses import WithChord
 from curvssl.methods import METHODS, OWN
 from curvssl.models import full_precision
 from curvssl.rundir import Run, provenance
@@ -109,6 +110,11 @@ def _train(
     config, main, world = run.config, ranks.is_main(), world_size()
     mode = pick_mode(config.step, device=device, optimizer=config.optimizer)
     given = {"criterion": criterion, "encoder": encoder}
+    if config.alpha_chord and config.batch_size % (2 * world):
+        raise UserError(
+            f"--batch-size {config.batch_size} over {world} ranks leaves no pairs to blend for --alpha-chord: use a "
+            f"multiple of {2 * world}"
+        )
     if config.batch_size % world:
         raise UserError(
             f"--batch-size {config.batch_size} is the global batch, and {world} ranks cannot share it evenly: use "
@@ -138,14 +144,15 @@ def _train(
         device=device,
         mode=mode,
     )
-    augment = Augment(size=config.image_size, mean=data.mean, std=data.std, **vars(config.augment)).to(device)
+    views = make_views(config, data).to(device)
+    seen_per_step = config.batch_size * sum(views.passes)
     fits = not ranks.any_rank(not memory.fits(data.train.images, device=device))
     images = memory.resident(data.train.images, device=device) if fits else None
     step = make_step(
         mode,
         net=net,
         criterion=criterion,
-        augment=augment,
+        views=views,
         optimizer=optimizer,
         images=images,
         device=device,
@@ -209,7 +216,7 @@ def _train(
         nonlocal row, measured, epoch_started, epoch_first
         assert measured is not None
         row |= measured.row()
-        row["views_per_s"] = 2 * config.batch_size * (row["step"] - epoch_first) / (time.monotonic() - epoch_started)
+        row["views_per_s"] = seen_per_step * (row["step"] - epoch_first) / (time.monotonic() - epoch_started)
         watch.alarm(row, d_z=config.d_z, batch_size=config.batch_size, warned=warned)
         if monitored:
             row |= watch.monitor(net, data, watched, rows_of, size=config.image_size, device=device)
@@ -225,12 +232,12 @@ def _train(
     with stopping() as signals, bar as show, charts as chart, exact:
         for s, batch in enumerate(inputs, done):
             numbers.manual_seed(mix(config.seed, s))
-            u = torch.rand(2, config.batch_size, augment.draws, generator=numbers, device=device)[:, mine]
+            u = [part[:, mine] for part in views.draw(config.batch_size, generator=numbers)]
             lr = learning_rate(s, config, steps_per_epoch=steps_per_epoch)
             step(batch, u, lr)
             done = s + 1
             if main and (time.monotonic() - shown >= 1 or done == last):
-                show(done, step.means()["loss"], 2 * config.batch_size * (done - epoch_first), epoch_started)
+                show(done, step.means()["loss"], seen_per_step * (done - epoch_first), epoch_started)
                 shown = time.monotonic()
             monitored = False
             if done % steps_per_epoch == 0:
@@ -290,7 +297,16 @@ def steps_behind(device: torch.device) -> int:
 
 def make_criterion(config: PretrainConfig) -> nn.Module:
     """The loss of the configured method, with its settings."""
-    return METHODS[config.method].make(**config.loss_settings())
+    loss = METHODS[config.method].make(**config.loss_settings())
+    return WithChord(loss, alpha_chord=config.alpha_chord) if config.alpha_chord else loss
+
+
+def make_views(config: PretrainConfig, data: Dataset) -> Views:
+    """The views of the configuration."""
+    base = {"mean": data.mean, "std": data.std}
+    local = Augment(size=config.local_size, **base, **vars(config.local_augment())) if config.local_views else None
+    augment = Augment(size=config.image_size, **base, **vars(config.augment))
+    return Views(augment, local=local, n=config.local_views, blends=config.alpha_chord > 0)
 
 
 def make_step(mode: str, *, net: nn.Module, device: torch.device, **parts: Any) -> Step:
@@ -299,7 +315,7 @@ def make_step(mode: str, *, net: nn.Module, device: torch.device, **parts: Any) 
         if mode == "compiled":
             from curvssl import gpu
 
-            gpu.compile_parts(net, parts["augment"])
+            gpu.compile_parts(net, parts["views"])
         return Step(net=ranks.averaged(net, device=device), device=device, **parts)
     step = Step(net=net, device=device, **parts)
     if mode != "eager":

@@ -1,4 +1,4 @@
-"""One training step: two views, forward, loss, backward, optimiser. This is the reference, on any device.
+"""One training step: views, forward, loss, backward, optimiser. This is the reference, on any device.
 
 The inputs of a step are tensors (which images, which uniform numbers, which learning rate), so that gpu/ can replace
 `take` by the same arithmetic, compiled or captured in a CUDA graph.
@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from curvssl.collectives import total, world_size
 from curvssl.config import UserError
-from curvssl.data.views import Augment
-from curvssl.losses import Loss
+from curvssl.data.views import Views
+from curvssl.losses import GLOBAL, Loss, pairs
 from curvssl.models import per_view
 
 
 class Step:
     """Call with (batch, u, lr); read `means()` and `z` at any time.
 
-    `batch` holds row numbers (b,) of `images` if these are on the device, else uint8 images (b, C, H, W). `u` (2, b, P)
-    holds the uniform numbers of the two views. `criterion` is any module (z0, z1) → scalar; if it is a `Loss`, every
-    term is logged.
+    `batch` holds row numbers (b,) of `images` if these are on the device, else uint8 images (b, C, H, W). `u` are
+    the uniform numbers of the views (`Views.draw`). `criterion` is any module (z0, z1) → scalar; if it is a `Loss`,
+    every term is logged. `z` (2b, d) are the embeddings of the two global views.
     """
 
     def __init__(
@@ -30,14 +30,15 @@ class Step:
         *,
         net: nn.Module,
         criterion: nn.Module,
-        augment: Augment,
+        views: Views,
         optimizer: torch.optim.Optimizer,
         images: Tensor | None,
         device: torch.device,
         bf16: bool,
     ) -> None:
-        per_view(net)  # both views go through in one batch, but BatchNorm uses one view at a time, as in the paper
-        self.net, self.criterion, self.augment, self.optimizer = net, criterion, augment, optimizer
+        # All views of a size go through in one batch, but BatchNorm uses one view at a time, as in the paper.
+        per_view(net, passes=views.passes)
+        self.net, self.criterion, self.views, self.optimizer = net, criterion, views, optimizer
         self.images, self.device, self.bf16 = images, device, bf16
         self.mode = "eager"
         self.take = self.plainly
@@ -50,7 +51,7 @@ class Step:
         self.count = 0
         self.z = torch.zeros(0, device=device)
 
-    def __call__(self, batch: Tensor, u: Tensor, lr: float) -> None:
+    def __call__(self, batch: Tensor, u: Sequence[Tensor], lr: float) -> None:
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
@@ -67,24 +68,35 @@ class Step:
         """The weighted terms of the criterion, if it is a sum of terms."""
         return self.criterion.parts() if isinstance(self.criterion, Loss) else ()
 
-    def plainly(self, batch: Tensor, u: Tensor) -> None:
+    def plainly(self, batch: Tensor, u: Sequence[Tensor]) -> None:
         """The step in plain torch."""
         self.optimizer.zero_grad()
         z = self.embed(batch, u)
-        loss, terms = self.judge(*z.chunk(2))
+        loss, terms = self.judge(z, self.views.t(u))
         loss.backward()
         self.finish([terms], [self.weights], z)
 
-    def judge(self, z0: Tensor, z1: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss to differentiate, and its terms to log."""
+    def judge(self, z: Tensor, t: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The loss to differentiate, and its terms to log, of all views (V · b, d)."""
+        z = self.by_view(z)
         if isinstance(self.criterion, Loss):
-            terms = self.criterion.terms(z0, z1)
+            terms = self.criterion.terms_of(z, t)
             return self.criterion.weigh(terms), torch.stack(tuple(terms.values())).detach()
+        losses = [self._own(z[g], z[v]) for g, v in pairs(len(z))]
+        loss = torch.stack(losses).mean() if len(losses) > 1 else losses[0]
+        return loss, loss.detach().view(1)
+
+    def by_view(self, z: Tensor) -> Tensor:
+        """(V · b, d) → (V, b, d)."""
+        return z.unflatten(0, (sum(self.views.passes), -1))
+
+    def _own(self, z0: Tensor, z1: Tensor) -> Tensor:
+        """The user's own criterion."""
         loss = self.criterion(z0, z1)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             came = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise UserError(f"the criterion returned {came}: needed one number, the loss of the batch")
-        return loss, loss.detach().view(1)
+        return loss.squeeze()
 
     def finish(self, terms: Sequence[Tensor], weights: Sequence[Tensor], z: Tensor) -> None:
         """After the backward pass: update the weights, and add up the terms."""
@@ -97,7 +109,7 @@ class Step:
 
     def keep(self, terms: Sequence[Tensor], weights: Sequence[Tensor], z: Tensor) -> None:
         """Add the terms, in one or more pieces, to the sums, all in one launch."""
-        self.z = z.detach()
+        self.z = z.detach()[: GLOBAL * len(z) // sum(self.views.passes)]
         if self.sums.dtype != terms[0].dtype:  # float64, in tests
             self.sums, weights = self.sums.to(terms[0].dtype), [weight.to(terms[0].dtype) for weight in weights]
         sizes = [len(term) for term in terms]
@@ -105,16 +117,16 @@ class Step:
         places = [place for row in self.sums for place in row.split(sizes)]
         torch._foreach_addcmul_(places, [*terms, *terms], [*ones, *weights])
 
-    def embed(self, batch: Tensor, u: Tensor) -> Tensor:
-        """The embeddings of the two views, one below the other: (2b, d), at least in float32."""
+    def embed(self, batch: Tensor, u: Sequence[Tensor]) -> Tensor:
+        """The embeddings of all views, one below the other: (V · b, d), at least in float32. The first two are global,
+        then come local ones, then blends."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            z = self.net(self.views(batch, u))
+            z = self.net(*self.see(batch, u))
         return z.to(torch.promote_types(z.dtype, torch.float32))
 
-    def views(self, batch: Tensor, u: Tensor) -> Tensor:
-        """Both views, one below the other: (2b, C, H, W)."""
-        x = batch if self.images is None else self.images.index_select(0, batch)
-        return self.augment(torch.cat((x, x)), u.flatten(0, 1)).contiguous(memory_format=torch.channels_last)
+    def see(self, batch: Tensor, u: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The views of a batch of images, one tensor for each size."""
+        return self.views(batch if self.images is None else self.images.index_select(0, batch), u)
 
     def means(self) -> dict[str, float]:
         """Mean of the loss and of each term over the steps since the last reset; waits for the device."""

@@ -16,7 +16,7 @@ from torchvision.transforms import InterpolationMode
 
 from curvssl.config import AugmentConfig, UserError
 from curvssl.data import views as augment
-from curvssl.data.views import BRIGHTNESS, CONTRAST, SATURATION, Augment
+from curvssl.data.views import BRIGHTNESS, CONTRAST, SATURATION, Augment, Views
 
 MEAN, STD = (0.49, 0.48, 0.45), (0.25, 0.24, 0.26)
 OFF = {
@@ -429,3 +429,44 @@ def test_captured_in_a_cuda_graph_gives_the_views_of_the_cpu() -> None:
         static_u.copy_(u)
         graph.replay()
         torch.testing.assert_close(views.cpu(), expected, atol=1e-4, rtol=0)
+
+
+# --- many views -------------------------------------------------------------------------------------------------------
+
+
+def many(n: int, *, blends: bool = False) -> Views:
+    local = Augment(size=8, mean=MEAN, std=STD, crop_scale=(0.05, 0.25))
+    return Views(Augment(size=16, mean=MEAN, std=STD), local=local, n=n, blends=blends)
+
+
+def seen(views: Views, images: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    u = views.draw(len(images), generator=torch.Generator().manual_seed(0))
+    return views(images, u), u
+
+
+def test_global_views_are_the_same_with_and_without_local_ones_and_blends() -> None:
+    images = photos(6)
+    (alone,), _ = seen(many(0), images)
+    (both, local), _ = seen(many(3, blends=True), images)
+    assert (alone.shape, both.shape, local.shape) == ((12, 3, 16, 16), (18, 3, 16, 16), (18, 3, 8, 8))
+    assert torch.equal(both[:12], alone)
+
+
+def test_local_views_are_those_of_their_own_augmentation() -> None:
+    images, views = photos(6), many(3)
+    (_, local), (_, u) = seen(views, images)
+    for view, numbers in zip(local.chunk(3), u, strict=True):
+        torch.testing.assert_close(view, views.makers[1](images, numbers))
+
+
+def test_a_blend_mixes_the_first_view_of_two_neighbouring_images() -> None:
+    (batch,), u = seen(many(0, blends=True), photos(4))
+    first, _, blend = batch.chunk(3)
+    t = u[-1].flatten()
+    for i, other in enumerate((1, 0, 3, 2)):
+        torch.testing.assert_close(blend[i], t[i] * first[i] + (1 - t[i]) * first[other])
+
+
+def test_batches_of_views_are_in_channels_last() -> None:
+    for batch in seen(many(2, blends=True), photos(4))[0]:
+        assert batch.is_contiguous(memory_format=torch.channels_last)

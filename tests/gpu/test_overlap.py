@@ -47,7 +47,7 @@ def test_adam_of_one_weight_is_torchs_on_the_device():
 def test_two_steps_are_those_of_backward_and_then_step(low: bool, monkeypatch: pytest.MonkeyPatch):
     """The first step makes Adam's state, the second is ours. In later steps a difference in the last digit, from
     rounding to bf16, becomes one in the first digit, because Adam divides by the gradient's size."""
-    from curvssl.gpu.overlap import backward_and_step, convolve
+    from curvssl.gpu.overlap import Uses, backward_and_step, convolve
 
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     torch.manual_seed(0)
@@ -59,8 +59,8 @@ def test_two_steps_are_those_of_backward_and_then_step(low: bool, monkeypatch: p
         """net(x), with weight gradients of the first two convolutions on the second stream."""
         dtype = torch.bfloat16 if low else torch.float32
         first, second = (net[i].weight.detach().to(dtype) for i in (0, 3))
-        x = net[2](net[1](convolve(x.to(dtype), net[0].weight, first, [2, 2], [3, 3])))
-        return net[4](convolve(x.to(dtype), net[3].weight, second, [1, 1], [0, 0]))
+        x = net[2](net[1](convolve(x.to(dtype), net[0].weight, first, Uses(1), [2, 2], [3, 3])))
+        return net[4](convolve(x.to(dtype), net[3].weight, second, Uses(1), [1, 1], [0, 0]))
 
     def optimizer(module: nn.Module) -> torch.optim.Adam:
         rate = torch.tensor(1e-2, device="cuda")

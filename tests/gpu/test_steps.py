@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from pipeline import nothing_waits
-from steps import BATCH, make_step, small_net, take
+from steps import BATCH, draw, make_step, small_net, take
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
@@ -95,7 +95,7 @@ def test_compiled_and_captured_steps_train_as_eager_ones_do(
     eager, step = (make_step(method, kind, device, bf16=bf16, net=small_net(encoder)) for kind in ("eager", mode))
     check_agreement(step, eager, start=small_net(encoder), bf16=bf16)
     assert step.mode == mode
-    rows, u = torch.arange(BATCH, device="cuda"), torch.rand(2, BATCH, step.augment.draws, device="cuda")
+    rows, u = torch.arange(BATCH, device="cuda"), draw(step, BATCH)
     with nothing_waits() if mode == "captured" else nullcontext():
         for _ in range(3):
             step(rows, u, 1e-3)
@@ -183,7 +183,7 @@ def take_with_a_schedule(step: Step, steps: int, *, weight: str = "alpha_curv") 
         setattr(step.criterion, weight, float(s))
         numbers = torch.Generator().manual_seed(s)
         rows = torch.randperm(1437, generator=numbers)[:BATCH].to(step.device)
-        step(rows, torch.rand(2, BATCH, step.augment.draws, generator=numbers).to(step.device), 1e-5)
+        step(rows, draw(step, BATCH, numbers), 1e-5)
 
 
 @pytest.mark.filterwarnings("default")

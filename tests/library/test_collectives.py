@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from curvssl import BarlowTwinsLoss, Curvature, CurvSSLLoss, KernelCurvSSLLoss, VICRegLoss
 from curvssl import ranks as distributed
+from curvssl.losses import WithChord
 
 IMAGES, FEATURES, EMBEDDING = 24, 6, 4  # 24 images: 12 for each of 2 ranks, 8 for each of 3
 LOSSES: dict[str, nn.Module] = {
@@ -25,12 +26,17 @@ LOSSES: dict[str, nn.Module] = {
     "cosine": KernelCurvSSLLoss(k=5, kernel="cosine"),
     "linear": KernelCurvSSLLoss(k=5, kernel="linear"),
 }
+MANY: dict[str, nn.Module] = {  # over all views
+    "barlow over views": BarlowTwinsLoss(lambda_emb=0.3),
+    "vicreg over views": VICRegLoss(),
+    "curvssl with the chord": WithChord(CurvSSLLoss(k=9), alpha_chord=2.0),
+}
 Outcome = dict[str, Any]
 
 
 def images() -> Tensor:
-    """Two views of each image, (2, IMAGES, FEATURES)."""
-    noise = torch.randn((2, IMAGES, FEATURES), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    """Two global and two local views of each image, and a last one for blends, (5, IMAGES, FEATURES)."""
+    noise = torch.randn((5, IMAGES, FEATURES), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     return noise[:1] + 0.4 * noise
 
 
@@ -39,10 +45,12 @@ def model() -> nn.Module:
     return nn.Linear(FEATURES, EMBEDDING, dtype=torch.float64)
 
 
-def outcome(loss: Any, network: nn.Module, x: Tensor) -> Outcome:
+def outcome(name: str, network: nn.Module, x: Tensor) -> Outcome:
     """The results of one step: the terms, the loss, and the gradients of the network's parameters."""
-    z0, z1 = network(x.flatten(0, 1)).chunk(2)
-    terms = loss.terms(z0, z1)
+    loss: Any = (LOSSES | MANY)[name]
+    z = network(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+    t = x[0, :, 0].sigmoid()  # any number between 0 and 1 for each image
+    terms = loss.terms_of(z, t) if name in MANY else loss.terms(z[0], z[1])
     value = loss.weigh(terms)
     value.backward()
     gradients = {name.removeprefix("module."): p.grad for name, p in network.named_parameters()}
@@ -54,9 +62,7 @@ def work(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     x = images().chunk(ranks, 1)[rank]
-    found: Outcome = {
-        name: outcome(loss, nn.parallel.DistributedDataParallel(model()), x) for name, loss in LOSSES.items()
-    }
+    found: Outcome = {name: outcome(name, nn.parallel.DistributedDataParallel(model()), x) for name in LOSSES | MANY}
     single = torch.full((2, 3), float(rank), dtype=torch.float64, requires_grad=True)
     everyone = distributed.gather(single)
     (gradient,) = torch.autograd.grad((everyone * (1 + rank)).sum(), single)
@@ -81,19 +87,19 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", LOSSES | MANY)
 def test_every_rank_has_the_loss_and_the_terms_of_one_process_with_the_whole_batch(
     name: str, ranks: list[Outcome]
 ) -> None:
-    whole = outcome(LOSSES[name], model(), images())
+    whole = outcome(name, model(), images())
     for one in ranks:
         torch.testing.assert_close(one[name]["loss"], whole["loss"], rtol=1e-11, atol=1e-12)
         torch.testing.assert_close(one[name]["terms"], whole["terms"], rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", LOSSES | MANY)
 def test_ranks_give_the_gradient_of_one_process_with_the_whole_batch(name: str, ranks: list[Outcome]) -> None:
-    whole = outcome(LOSSES[name], model(), images())
+    whole = outcome(name, model(), images())
     assert whole["gradients"]["weight"].abs().max() > 1e-3
     for one in ranks:
         torch.testing.assert_close(one[name]["gradients"], whole["gradients"], rtol=1e-10, atol=1e-12)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from curvssl.config import PretrainConfig, UserError
 from curvssl.data import named as data
 from curvssl.data.order import batches, hold_out, mix
-from curvssl.data.views import Augment
+from curvssl.data.views import Augment, Views
 from curvssl.files import lock
 from curvssl.losses import BarlowTwinsLoss
 from curvssl.rundir import Run
@@ -150,6 +150,19 @@ def test_a_run_stopped_at_any_step_goes_on_to_the_same_weights(
     pretrain(TINY, out=tmp_path, progress=False)
     assert weights(tmp_path) == weights(whole)
     assert rows(tmp_path) == rows(whole)
+
+
+def test_a_run_with_local_views_and_blends_goes_on_to_the_same_weights(tmp_path: Path, stop_at: Callable[[int], None]):
+    many = dataclasses.replace(TINY, local_views=2, local_size=6, alpha_chord=3.0, epochs=1)
+    pretrain(many, out=tmp_path / "whole", progress=False)
+    stop_at(4)
+    with pytest.raises(Stopped, match="SIGINT"):
+        pretrain(many, out=tmp_path / "stopped", progress=False)
+    stop_at(-1)
+    pretrain(many, out=tmp_path / "stopped", progress=False)
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
+    assert rows(tmp_path / "stopped") == rows(tmp_path / "whole")
+    assert "chord" in rows(tmp_path / "whole")[0]
 
 
 @pytest.mark.parametrize("lag", [1, 3, 9, 10, 15])
@@ -315,7 +328,7 @@ def one_step(optimizer: str, *, lr: float, weight_decay: float) -> tuple[nn.Modu
     step = Step(
         net=net,
         criterion=criterion,
-        augment=augment,
+        views=Views(augment),
         optimizer=make_optimizer(net, name=optimizer, **settings),
         images=images,
         device=CPU,
@@ -325,7 +338,7 @@ def one_step(optimizer: str, *, lr: float, weight_decay: float) -> tuple[nn.Modu
     batch, u = torch.arange(31, -1, -1), torch.rand(2, 32, augment.draws)
     loss = criterion(*(twin(augment(images[batch], half)) for half in u))  # two passes, one per view
     gradient = list(torch.autograd.grad(loss, list(twin.parameters())))
-    step(batch, u, lr)
+    step(batch, [u], lr)
     assert step.means()["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
     for name, buffer in twin.named_buffers():  # BatchNorm used one view after the other
         assert torch.allclose(net.get_buffer(name), buffer)

@@ -98,9 +98,9 @@ def test_two_ranks_over_twenty_steps_give_the_losses_and_weights_of_one(
         assert two[name] == pytest.approx(one[name], rel=1e-5, abs=1e-5), name
 
 
-def test_streamed_images_reach_the_right_rank(folder: Path):
+def test_streamed_images_local_views_and_blends_reach_the_right_rank(folder: Path):
     with ranks.double_precision():
-        one = pretrain(ranks.config(folder, epochs=3), out=folder / "one-short", progress=False)
+        one = pretrain(ranks.config(folder, epochs=3, **ranks.MANY), out=folder / "one-short", progress=False)
     assert Run.read(folder / "two-streamed").read_json("provenance.json")["images_in_memory"] is False
     ranks.assert_same_run(one.path, folder / "two-streamed")
 
@@ -131,6 +131,11 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(folder: Path):
 def test_a_batch_that_ranks_cannot_share_is_refused(folder: Path):
     for answer in said(folder, "odd batch"):
         assert answer == "--batch-size 25 is the global batch, and 2 ranks cannot share it evenly: use 24 or 26"
+
+
+def test_pairs_to_blend_that_would_span_two_ranks_are_refused(folder: Path):
+    for answer in said(folder, "odd pairs"):
+        assert answer == "--batch-size 22 over 2 ranks leaves no pairs to blend for --alpha-chord: use a multiple of 4"
 
 
 def test_a_machine_with_less_data_is_named_before_anything_hangs(folder: Path):

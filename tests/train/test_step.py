@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from steps import BATCH, make_step, small_net, take
+from steps import BATCH, draw, make_step, small_net, take
 from torch import nn
 
 from curvssl import losses
@@ -38,10 +38,10 @@ def test_a_step_is_the_textbook_step():
     step = make_step("barlow-twins", "eager", torch.device("cpu"))
     oracle = small_net()
     optimizer = torch.optim.Adam(oracle.parameters(), lr=1e-3, weight_decay=1e-4)
-    rows, u = torch.arange(BATCH), torch.rand(2, BATCH, step.augment.draws, generator=torch.Generator().manual_seed(0))
+    rows, u = torch.arange(BATCH), draw(step, BATCH)
     step(rows, u, 1e-3)
     images = load("digits").train.images.pixels[rows]
-    z0, z1 = (oracle(step.augment(images, numbers)) for numbers in u)
+    z0, z1 = (oracle(step.views.makers[0](images, numbers)) for numbers in u[0])
     loss = losses.BarlowTwinsLoss(lambda_emb=demo().lambda_emb)(z0, z1)
     loss.backward()
     assert step.means()["loss"] == pytest.approx(loss.item(), rel=1e-5)
@@ -67,3 +67,40 @@ def test_means_are_those_of_the_steps_since_the_last_reset():
     again = make_step("vicreg", "eager", torch.device("cpu"))
     take(again, 1)
     assert again.means()["loss"] == first
+
+
+def test_a_step_of_many_views_is_the_double_loop_over_pairs_of_single_passes():
+    """Each view in a pass of its own; the running statistics are those of the two global views."""
+    step = make_step("barlow-twins", "eager", torch.device("cpu"), local=2, alpha_chord=3.0)
+    oracle = small_net()
+    rows, u = torch.arange(BATCH), draw(step, BATCH)
+    step(rows, u, 1e-3)
+    big, small = step.views(load("digits").train.images.pixels[rows], u)
+    passes = [*big.split(BATCH)[:2], *small.split(BATCH), big.split(BATCH)[2]]
+    z0, z1 = (oracle(view) for view in passes[:2])
+    statistics = {name: buffer.clone() for name, buffer in oracle.named_buffers()}
+    *local, blended = (oracle(view) for view in passes[2:])
+    twins = losses.BarlowTwinsLoss(lambda_emb=demo().lambda_emb)
+    compared = [(z0, z1), *((g, v) for g in (z0, z1) for v in local)]
+    chord = losses.Chord()(z0, blended, u[-1].flatten())
+    loss = torch.stack([twins(*pair) for pair in compared]).mean() + 3 * chord
+    loss.backward()
+    assert step.means()["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert step.means()["chord"] == pytest.approx(chord.item(), rel=1e-5)
+    for ours, theirs in zip(step.net.parameters(), oracle.parameters(), strict=True):
+        assert float((ours.grad - theirs.grad).norm()) < 1e-2 * float(theirs.grad.norm()) + 1e-3
+    torch.testing.assert_close(dict(step.net.named_buffers()), statistics)
+    torch.testing.assert_close(step.z, torch.cat((z0, z1)).detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_an_own_criterion_is_averaged_over_the_same_pairs():
+    class Distance(nn.Module):
+        def forward(self, z0: torch.Tensor, z1: torch.Tensor) -> torch.Tensor:
+            return (z0 - z1).square().mean()
+
+    step = make_step("own", "eager", torch.device("cpu"), criterion=Distance(), local=1)
+    rows, u = torch.arange(BATCH), draw(step, BATCH)
+    z0, z1, local = step.embed(rows, u).detach().chunk(3)
+    expected = [float((a - b).square().mean()) for a, b in ((z0, z1), (z0, local), (z1, local))]
+    step(rows, u, 1e-3)
+    assert step.means()["loss"] == pytest.approx(sum(expected) / 3, rel=1e-5)
