@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,14 @@ from torch import Tensor, nn
 IMAGES = 50_000  # as many as CIFAR-10 has, with random pixels: the work of both sides does not depend on them
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 FLOPS = {"imagenet": 0.217e9, "small": 3.329e9}  # forward + backward of ResNet-18 per 32×32 view
-METHODS = ("barlow-twins", "vicreg", "curvssl", "kernel-curvssl")
+METHODS = {name: {"method": name} for name in ("barlow-twins", "vicreg", "curvssl", "kernel-curvssl")}
+VIEWS: dict[str, dict[str, Any]] = {  # the same objective over more views
+    "two views": {"method": "curvssl"},
+    "two and four": {"method": "curvssl", "local_views": 4},
+    "two and eight": {"method": "curvssl", "local_views": 8},
+    "two and a blend": {"method": "curvssl", "alpha_chord": 1.0},
+    "two, four and a blend": {"method": "curvssl", "local_views": 4, "alpha_chord": 1.0},
+}
 
 
 def images(n: int = IMAGES, *, device: str = "cpu") -> Tensor:
@@ -56,21 +63,23 @@ def network(stem: str) -> Any:
     return make_net(encoder="resnet18", stem=stem, **shape).cuda().to(memory_format=torch.channels_last)
 
 
-def make_step(stem: str, batch: int, method: str, mode: str) -> tuple[Any, Callable[[], None]]:
-    """Our own step on random images, and a function that takes one step."""
+def make_step(stem: str, batch: int, method: str, mode: str, **views: Any) -> tuple[Any, Callable[[], None]]:
+    """Our own step on random images, and a function that takes one step; `views` are settings of the configuration."""
+    from types import SimpleNamespace
+
     from curvssl.config import PretrainConfig
-    from curvssl.data.views import Augment
     from curvssl.train import loop
     from curvssl.train.step import make_optimizer
 
     device = torch.device("cuda")
     net = network(stem)
-    config = PretrainConfig(method=method)
+    config = PretrainConfig(method=method, **views)
+    data: Any = SimpleNamespace(mean=MEAN, std=STD)
     step = loop.make_step(
         mode,
         net=net,
         criterion=loop.make_criterion(config),
-        augment=Augment(size=32, mean=MEAN, std=STD, **vars(config.augment)).to(device),
+        views=loop.make_views(config, data).to(device),
         optimizer=make_optimizer(net, name="adam", lr=1e-3, weight_decay=1e-4, momentum=0.9, device=device, mode=mode),
         images=images(device="cuda"),
         device=device,
@@ -84,42 +93,45 @@ def make_step(stem: str, batch: int, method: str, mode: str) -> tuple[Any, Calla
         nonlocal calls
         rows = order[(calls * batch) % (IMAGES - batch) :][:batch]
         numbers.manual_seed(calls)
-        step(rows, torch.rand(2, batch, step.augment.draws, generator=numbers, device=device), 1e-3)
+        step(rows, step.views.draw(batch, generator=numbers), 1e-3)
         calls += 1
 
     return step, call
 
 
-def search(stem: str, batch: int) -> None:
-    """One forward and backward pass in which cuDNN times its algorithms; the process keeps the choice."""
+def search(stem: str, batch: int, shapes: Iterable[tuple[int, int]] = ((2, 32),)) -> None:
+    """Forward and backward passes in which cuDNN times its algorithms for these numbers and sizes of views; the process
+    keeps the choice."""
     from curvssl.gpu import layers, overlap
     from curvssl.gpu.steps import seek_fastest_convolutions
 
     seek_fastest_convolutions()
-    x = torch.randn(2 * batch, 3, 32, 32, device="cuda", dtype=torch.bfloat16)
-    with overlap.one_stream():
-        layers.encode(network(stem).encoder, x.contiguous(memory_format=torch.channels_last)).sum().backward()
+    for n, size in shapes:
+        x = torch.randn(n * batch, 3, size, size, device="cuda", dtype=torch.bfloat16)
+        x = x.contiguous(memory_format=torch.channels_last)
+        with overlap.one_stream():
+            layers.encode(network(stem).encoder, x, passes=(n,))[0].sum().backward()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 
 
-def step_worker(stem: str, batch: int, ready: Any, turn: Any, answers: Any) -> None:
-    """All objectives of one network and batch in one process, so that cuDNN has chosen the same algorithms for them.
+def step_worker(stem: str, batch: int, kinds: dict[str, dict[str, Any]], ready: Any, turn: Any, answers: Any) -> None:
+    """All kinds of step of one network and batch in one process, so that cuDNN has chosen the same algorithms for them.
     Each is captured twice, because the position of its memory matters, too. They take turns, each first as often as
     last, when every process has compiled and no other is timing."""
     try:
         with turn:
-            search(stem, batch)
+            search(stem, batch, sorted({shape for kind in kinds.values() for shape in shapes_of(kind)}))
         ready.wait()
         calls, room = [], {}
-        for method in 2 * METHODS:
+        for name in 2 * [*kinds]:
             before = torch.cuda.memory_reserved()
-            step, call = make_step(stem, batch, method, "captured")
+            step, call = make_step(stem, batch, mode="captured", **kinds[name])
             for _ in range(6):
                 call()
             torch.cuda.synchronize()
             assert step.mode == "captured"
-            room[method] = (torch.cuda.memory_reserved() - before) / 1e9
+            room[name] = (torch.cuda.memory_reserved() - before) / 1e9
             calls.append(call)
         ready.wait()
     except Exception as error:
@@ -133,29 +145,35 @@ def step_worker(stem: str, batch: int, ready: Any, turn: Any, answers: Any) -> N
             for j in range(len(calls)):
                 k = (i + j) % len(calls)
                 turns[k].append(median_ms(calls[k], times=times, repeats=1))
-        for k, method in enumerate(METHODS):
-            rounds = [(one + other) / 2 for one, other in zip(turns[k], turns[k + len(METHODS)], strict=True)]
-            row = {"stem": stem, "batch": batch, "method": method, "ms": statistics.median(rounds), "rounds": rounds}
-            answers.put(row | {"peak_GB": room[method]})
+        for k, (name, kind) in enumerate(kinds.items()):
+            rounds = [(one + other) / 2 for one, other in zip(turns[k], turns[k + len(kinds)], strict=True)]
+            row = {"stem": stem, "batch": batch, "name": name, "ms": statistics.median(rounds), "rounds": rounds}
+            answers.put(row | kind | {"peak_GB": room[name]})
 
 
-def steps(cases: list[tuple[str, int]]) -> list[dict[str, Any]]:
+def shapes_of(kind: dict[str, Any]) -> list[tuple[int, int]]:
+    """Numbers and sizes of the views of a kind of step."""
+    local = kind.get("local_views", 0)
+    return [(3 if kind.get("alpha_chord") else 2, 32), *([(local, kind.get("local_size", 16))] if local else [])]
+
+
+def steps(cases: list[tuple[str, int]], kinds: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     context = mp.get_context("spawn")
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "4"  # four compile at once
     answers, turn = context.Queue(), context.Lock()
     ready = context.Barrier(len(cases))
-    workers = [context.Process(target=step_worker, args=(*case, ready, turn, answers)) for case in cases]
+    workers = [context.Process(target=step_worker, args=(*case, kinds, ready, turn, answers)) for case in cases]
     for worker in workers:
         worker.start()
     found: list[dict[str, Any]] = []
-    while len(found) < len(cases) * len(METHODS):
+    while len(found) < len(cases) * len(kinds):
         found.append(answers.get(timeout=600))
         if "error" in found[-1]:
             raise RuntimeError(found[-1]["error"])
     for worker in workers:
         worker.join()
     del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
-    return sorted(found, key=lambda r: (cases.index((r["stem"], r["batch"])), METHODS.index(r["method"])))
+    return sorted(found, key=lambda r: (cases.index((r["stem"], r["batch"])), [*kinds].index(r["name"])))
 
 
 FIRST_STEPS = """
@@ -265,8 +283,9 @@ class Pictures(torch.utils.data.Dataset[Any]):
         return self.transform(Image.fromarray(self.pixels[i]))
 
 
-def peer(stem: str, batch: int, *, lightly: bool, workers: int) -> dict[str, Any]:
-    """Barlow Twins as users of lightly or torchvision write it: DataLoader workers, eager step, bf16 autocast."""
+def peer(stem: str, batch: int, *, lightly: bool, workers: int, local: int = 0) -> dict[str, Any]:
+    """Barlow Twins as users of lightly or torchvision write it: DataLoader workers, eager step, bf16 autocast. With
+    local views it is lightly's multi-crop transform, and the loss is the mean over the same pairs as ours."""
     from torchvision.transforms import v2
 
     net = network(stem)
@@ -274,11 +293,15 @@ def peer(stem: str, batch: int, *, lightly: bool, workers: int) -> dict[str, Any
     two_views: Callable[[Any], Any]
     if lightly:
         from lightly.loss import BarlowTwinsLoss
-        from lightly.transforms import SimCLRTransform
+        from lightly.transforms import SimCLRTransform, SwaVTransform
 
         colour = {"cj_bright": 0.4, "cj_contrast": 0.4, "cj_sat": 0.4, "cj_hue": 0.1}
-        normalize = {"mean": list(MEAN), "std": list(STD)}
-        two_views = SimCLRTransform(32, min_scale=0.2, gaussian_blur=0.0, normalize=normalize, **colour)
+        settings = {"gaussian_blur": 0.0, "normalize": {"mean": list(MEAN), "std": list(STD)}, **colour}
+        crops = {"crop_sizes": (32, 16), "crop_counts": (2, local), "crop_min_scales": (0.2, 0.05)}
+        if local:
+            two_views = SwaVTransform(**crops, crop_max_scales=(1.0, 0.25), **settings)
+        else:
+            two_views = SimCLRTransform(32, min_scale=0.2, **settings)
         criterion = BarlowTwinsLoss(lambda_param=1.0)
     else:
         from curvssl.losses import BarlowTwinsLoss as Ours
@@ -307,13 +330,14 @@ def peer(stem: str, batch: int, *, lightly: bool, workers: int) -> dict[str, Any
     )
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3, weight_decay=1e-4, fused=True)
     counted, started = 0, 0.0
-    for n, (x0, x1) in enumerate(loader):
+    compared = [(g, v) for g in range(2) for v in range(g + 1, 2 + local)]
+    for n, views in enumerate(loader):
         if n == 20:
             torch.cuda.synchronize()
             started = time.perf_counter()
         with torch.autocast("cuda", torch.bfloat16):
-            z0, z1 = (net(x.cuda(non_blocking=True).contiguous(memory_format=torch.channels_last)) for x in (x0, x1))
-        loss = criterion(z0.float(), z1.float())
+            z = [net(x.cuda(non_blocking=True).contiguous(memory_format=torch.channels_last)) for x in views]
+        loss = torch.stack([criterion(z[g].float(), z[v].float()) for g, v in compared]).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -323,7 +347,7 @@ def peer(stem: str, batch: int, *, lightly: bool, workers: int) -> dict[str, Any
     torch.cuda.synchronize()
     name = "lightly" if lightly else "torchvision DataLoader"
     ms = 1e3 * (time.perf_counter() - started) / counted
-    return {"peer": name, "stem": stem, "batch": batch, "workers": workers, "ms": ms}
+    return {"peer": name, "stem": stem, "batch": batch, "workers": workers, "ms": ms, "local_views": local}
 
 
 def augmentation(views: int = 512) -> dict[str, float]:
@@ -451,7 +475,7 @@ def main() -> None:
         found["provenance"] = provenance(device=found["device"])
         options.out.write_text(json.dumps(found, indent=1) + "\n")  # so that an interrupted run keeps its results
         print(f"{name}, {time.monotonic() - started:.0f} s: {json.dumps(found[name])}", flush=True)
-    if found["steps"]:
+    if found["steps"] and "ceilings" in found:
         print(table(found))
 
 
@@ -460,7 +484,11 @@ PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "peers": lambda found: [
         peer(stem, 256, lightly=lightly, workers=found["workers"]) for stem in FLOPS for lightly in (True, False)
     ],
-    "steps": lambda found: steps([(stem, batch) for batch in (256, 1024) for stem in FLOPS]),
+    "steps": lambda found: steps([(stem, batch) for batch in (256, 1024) for stem in FLOPS], METHODS),
+    "views": lambda found: steps([(stem, 256) for stem in FLOPS], VIEWS),
+    "view_peers": lambda found: [
+        peer(stem, 256, lightly=True, workers=found["workers"], local=local) for stem in FLOPS for local in (0, 4)
+    ],
     "floors": lambda found: [floor(stem, 256, found["ceilings"]) for stem in FLOPS],
     "large_batch": lambda found: large_batch(found["ceilings"]),
     "augmentation": lambda found: augmentation(),

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from curvssl.models import make_encoder, per_view
 
-SHAPES = [(6, 70, 5, 5), (4, 32, 8, 6), (8, 192, 1, 1)]
+SHAPES = [((6, 70, 5, 5), 2), ((6, 32, 8, 6), 3), ((8, 192, 1, 1), 4)]  # of a batch, and the views in it
 
 COMPARE = """
 import test_layers
 from curvssl.gpu import norm
 norm.PROGRAMS = 4  # so that a program adds up several tiles, of which some may lie behind the end
-for shape in test_layers.SHAPES:
-    test_layers.compare_norm(shape, device="cpu")
+for shape, views in test_layers.SHAPES:
+    test_layers.compare_norm(shape, views, device="cpu")
 test_layers.compare_pool((2, 5, 8, 6), device="cpu")
 """
 
@@ -42,7 +42,7 @@ def channels_last(*shape: int, device: str, seed: int = 0) -> Tensor:
     return x.to(device).contiguous(memory_format=torch.channels_last)
 
 
-def compare_norm(shape: tuple[int, int, int, int], *, device: str) -> None:
+def compare_norm(shape: tuple[int, int, int, int], views: int, *, device: str) -> None:
     """Outputs, gradients and statistics in float32 against torch's in float64, one view at a time."""
     from curvssl.gpu.norm import normalise
 
@@ -55,10 +55,10 @@ def compare_norm(shape: tuple[int, int, int, int], *, device: str) -> None:
         x = (channels_last(*shape, device=device) * 2 + 5).requires_grad_()
         r = (channels_last(*shape, device=device, seed=1) * 0.5).requires_grad_()
         exact, exact_r = (t.detach().double().requires_grad_() for t in (x, r))
-        zeros = torch.zeros(2, 2, 2, shape[1], device=device)
+        zeros = torch.zeros(2, views, 2, shape[1], device=device)
         settings = (zeros, ours.eps, relu, fork)
         statistics, *pair = normalise(x, r if residual else None, ours.weight, ours.bias, *settings)
-        expected = torch.cat([oracle(view) for view in exact.chunk(2)])
+        expected = torch.cat([oracle(view) for view in exact.chunk(views)])
         expected = expected + exact_r if residual else expected
         expected = F.relu(expected) if relu else expected
         assert len(pair) == 1 + fork
@@ -73,7 +73,7 @@ def compare_norm(shape: tuple[int, int, int, int], *, device: str) -> None:
             else:
                 # Rounding may move a value across the ReLU's zero, which switches its gradient on or off.
                 assert float((mine.grad - theirs.grad).norm()) <= 1e-3 * float(theirs.grad.norm()) + 1e-5
-        for view, measured in zip(exact.detach().chunk(2), statistics.double(), strict=True):
+        for view, measured in zip(exact.detach().chunk(views), statistics.double(), strict=True):
             moments = torch.stack((view.mean((0, 2, 3)), view.var((0, 2, 3))))
             torch.testing.assert_close(measured, moments, rtol=1e-4, atol=1e-4)
 
@@ -123,13 +123,16 @@ def compare_network(*, stem: str, batch: int, size: int, device: str, bf16: bool
 
 
 def compare_embedding() -> None:
-    """A step's embeddings, and their gradient from two readers, with and without the hand-written encoder pass."""
+    """The embeddings of views of two sizes and of blends, their gradient from two readers, and the running statistics,
+    with and without the hand-written encoder pass."""
     from steps import draw, make_step, small_net
 
     from curvssl.gpu.steps import FastStep, copies_of
 
-    plain = make_step("curvssl", "eager", torch.device("cpu"), net=small_net("resnet18"))
-    quick = make_step("curvssl", "eager", torch.device("cpu"), net=small_net("resnet18"))
+    many = {"local": 2, "alpha_chord": 1.0}
+    plain, quick = (
+        make_step("curvssl", "eager", torch.device("cpu"), net=small_net("resnet18"), **many) for _ in range(2)
+    )
     rows, u = torch.arange(8), draw(plain, 8)
     fast = FastStep(quick, "captured")
     fast._compiled = lambda function, **_: function  # type: ignore[method-assign]
@@ -140,6 +143,8 @@ def compare_embedding() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
     for mine, theirs in zip(quick.net.parameters(), plain.net.parameters(), strict=True):
         assert float((mine.grad - theirs.grad).norm()) <= 1e-2 * float(theirs.grad.norm()) + 1e-3
+    for mine, theirs in zip(quick.net.buffers(), plain.net.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
 
 
 def test_kernels_equal_torchs_layers_in_tritons_interpreter() -> None:
@@ -151,9 +156,11 @@ def test_a_pass_by_hand_equals_the_plain_one_in_tritons_interpreter() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [*SHAPES, (8, 512, 1, 1), (512, 64, 32, 32), (512, 256, 2, 2)])
-def test_norm_equals_torchs_on_the_device(shape: tuple[int, int, int, int]) -> None:
-    compare_norm(shape, device="cuda")
+@pytest.mark.parametrize(
+    ("shape", "views"), [*SHAPES, ((8, 512, 1, 1), 2), ((512, 64, 32, 32), 2), ((1024, 256, 2, 2), 4)]
+)
+def test_norm_equals_torchs_on_the_device(shape: tuple[int, int, int, int], views: int) -> None:
+    compare_norm(shape, views, device="cuda")
 
 
 @pytest.mark.gpu

@@ -76,23 +76,27 @@ def test_the_second_step_of_a_process_is_compiled_even_if_a_function_may_be_comp
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
-    ("method", "mode", "bf16", "encoder"),
+    ("method", "mode", "bf16", "encoder", "many"),
     [
-        ("barlow-twins", "captured", False, "resnet-mini"),
-        ("vicreg", "captured", False, "resnet18"),
-        ("curvssl", "captured", False, "resnet18"),
-        ("curvssl", "compiled", False, "resnet-mini"),
-        ("kernel-curvssl", "captured", False, "resnet18"),
-        ("curvssl", "captured", True, "resnet-mini"),
-        ("curvssl", "captured", True, "resnet18"),
+        ("barlow-twins", "captured", False, "resnet-mini", {}),
+        ("vicreg", "captured", False, "resnet18", {"local": 1}),
+        ("curvssl", "captured", False, "resnet18", {}),
+        ("curvssl", "compiled", False, "resnet-mini", {"local": 2, "alpha_chord": 2.0}),
+        ("kernel-curvssl", "captured", False, "resnet18", {"alpha_chord": 2.0}),
+        ("curvssl", "captured", True, "resnet-mini", {"local": 2, "alpha_chord": 2.0}),
+        ("curvssl", "captured", True, "resnet18", {}),
+        ("curvssl", "captured", True, "resnet18", {"local": 3, "alpha_chord": 2.0}),
+        ("barlow-twins", "captured", False, "resnet18", {"local": 3}),
     ],
 )
 def test_compiled_and_captured_steps_train_as_eager_ones_do(
-    method: str, mode: str, bf16: bool, encoder: str, monkeypatch: pytest.MonkeyPatch
+    method: str, mode: str, bf16: bool, encoder: str, many: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     device = torch.device("cuda")
-    eager, step = (make_step(method, kind, device, bf16=bf16, net=small_net(encoder)) for kind in ("eager", mode))
+    eager, step = (
+        make_step(method, kind, device, bf16=bf16, net=small_net(encoder), **many) for kind in ("eager", mode)
+    )
     check_agreement(step, eager, start=small_net(encoder), bf16=bf16)
     assert step.mode == mode
     rows, u = torch.arange(BATCH, device="cuda"), draw(step, BATCH)
