@@ -309,7 +309,8 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
 
         Args:
             study: faithful (the presets), literal (only what the paper states), alpha (the weight of the term), recipe
-                (what the paper leaves open) or precision (bf16 captured against fp32 eager).
+                (what the paper leaves open), precision (bf16 captured against fp32 eager) or views (local views and
+                blends).
             status: only print which cells are done and which are missing.
             table: only make the tables and figures of the finished cells, in results/figures.
             minutes: stop after this many minutes; the same command continues later.

@@ -111,7 +111,8 @@ class BarlowTwinsLoss(Loss):
         c = (total(c) / b).unflatten(1, (-1, d))  # (d, pairs, d)
         diagonal = c.diagonal(dim1=0, dim2=2)
         invariance = (diagonal - 1).square().sum()
-        redundancy = c.square().sum() - diagonal.square().sum()
+        # Row by row: a compiler makes one program of one sum, and C may have millions of entries.
+        redundancy = c.square().sum((1, 2)).sum() - diagonal.square().sum()
         return torch.stack((invariance, redundancy)) / c.shape[1]
 
     def weights(self) -> dict[str, float]:

@@ -372,10 +372,11 @@ class Views(nn.Module):
 
     def forward(self, images: Tensor, u: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """uint8 images (b, C, H, W) → one batch for each size, (views · b, 3 or C, size, size), in channels_last."""
-        batches = [
-            maker(torch.cat([images] * n), numbers.flatten(0, 1))
-            for n, maker, numbers in zip(self.counts, self.makers, u, strict=False)
-        ]
-        if self.blends:
-            batches[0] = torch.cat((batches[0], blend_pairs(batches[0][: len(images)], self.t(u))[0]))
-        return tuple(views.contiguous(memory_format=torch.channels_last) for views in batches)
+        return tuple(self.batch(i, images, u) for i in range(len(self.makers)))
+
+    def batch(self, i: int, images: Tensor, u: Sequence[Tensor]) -> Tensor:
+        """The i-th batch of views."""
+        views = self.makers[i](torch.cat([images] * self.counts[i]), u[i].flatten(0, 1))
+        if self.blends and i == 0:
+            views = torch.cat((views, blend_pairs(views[: len(images)], self.t(u))[0]))
+        return views.contiguous(memory_format=torch.channels_last)

@@ -20,14 +20,16 @@ MANY = 2**14  # a weight with at least this many numbers is updated faster here 
 
 @triton.jit
 def _adam(
-    weight_ptr, grad_ptr, found_ptr, first_ptr, second_ptr, step_ptr, rate_ptr, n,
+    weight_ptr, grad_ptr, more_ptr, found_ptr, first_ptr, second_ptr, step_ptr, rate_ptr, n,
     DECAY: tl.constexpr, BETA1: tl.constexpr, BETA2: tl.constexpr, LOG1: tl.constexpr, LOG2: tl.constexpr,
-    EPS: tl.constexpr, BLOCK: tl.constexpr,
+    MORE: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient in float32; update the weight and its two moments. 1 − βᵗ is small, hence in float64."""
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = offsets < n
     grad = tl.load(grad_ptr + offsets, live, other=0.0).to(tl.float32)
+    if MORE:
+        grad += tl.load(more_ptr + offsets, live, other=0.0).to(tl.float32)
     tl.store(found_ptr + offsets, grad, live)
     weight = tl.load(weight_ptr + offsets, live, other=0.0)
     grad += DECAY * weight
@@ -41,14 +43,24 @@ def _adam(
     tl.store(weight_ptr + offsets, weight - rate * first / (tl.sqrt(second) * root + EPS), live)
 
 
-def update(weight: Tensor, grad: Tensor, *, found: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-    """One step of Adam. `found` receives the gradient in float32. The step count is not changed."""
+def update(
+    weight: Tensor,
+    grad: Tensor,
+    more: Tensor | None = None,
+    *,
+    found: Tensor,
+    state: dict[str, Tensor],
+    group: dict[str, Any],
+) -> None:
+    """One step of Adam with the gradient, or with the sum of two. `found` receives it in float32. The step count is not
+    changed."""
     for name in ("exp_avg", "exp_avg_sq"):
         state[name] = laid_out(state[name], weight)
     beta1, beta2 = group["betas"]
-    constants = {"DECAY": group["weight_decay"], "EPS": group["eps"], "BLOCK": BLOCK}
+    constants = {"MORE": more is not None, "DECAY": group["weight_decay"], "EPS": group["eps"], "BLOCK": BLOCK}
     constants |= {"BETA1": beta1, "BETA2": beta2, "LOG1": math.log(beta1), "LOG2": math.log(beta2)}
-    tensors = (weight.detach(), laid_out(grad, weight), found, state["exp_avg"], state["exp_avg_sq"])
+    grads = laid_out(grad, weight), laid_out(grad if more is None else more, weight)
+    tensors = (weight.detach(), *grads, found, state["exp_avg"], state["exp_avg_sq"])
     grid = (triton.cdiv(weight.numel(), BLOCK),)
     leave_room(_adam[grid](*tensors, state["step"], group["lr"], weight.numel(), **constants))
 

@@ -6,7 +6,9 @@ and running statistics are computed on the second stream (overlap.py). Compiling
 
 import copy
 import itertools
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,6 +19,8 @@ from curvssl.gpu.overlap import Uses, beside_this, convolve, second_stream
 from curvssl.gpu.stem import pool
 from curvssl.losses import GLOBAL
 from curvssl.models import no_search
+
+Batch = Callable[[], Tensor]
 
 
 def takes(net: Any) -> bool:
@@ -49,20 +53,21 @@ def blocks_of(net: Any) -> list[Any]:
     return [block for stage in (net.layer1, net.layer2, net.layer3, net.layer4) for block in stage]
 
 
-def encode(net: Any, *batches: Tensor, passes: tuple[int, ...] = (GLOBAL,)) -> list[Tensor]:
-    """h of batches of views (views · b, C, H, W) in channels_last, in their precision; `passes` are the numbers of
-    views. Training mode only: BatchNorm view by view, with running statistics as in models.Net."""
-    weights = _low_weights(net, batches[0].dtype, uses=len(batches))
+def encode(net: Any, *batches: Batch, passes: tuple[int, ...] = (GLOBAL,), dtype: torch.dtype) -> list[Tensor]:
+    """h of batches of views; each is a function that makes them, (views · b, C, H, W) in channels_last and in `dtype`.
+    `passes` are the numbers of views. Training mode only: BatchNorm view by view, with running statistics as in
+    models.Net."""
+    weights = _low_weights(net, dtype, passes=len(passes))
     first, *others = batches
     # The other batches are on the third stream, in the backward pass as well: small ones leave much of a GPU idle.
-    third = second_stream(3) if others and first.is_cuda else None
+    third = second_stream(3) if others and net.conv1.weight.is_cuda else None
     if third is not None:
-        for x in (*others, *(low for low, _ in weights.values())):
-            x.record_stream(third)
+        for low, _ in weights.values():
+            low.record_stream(third)
     with nullcontext() if third is None else beside_this(3):
-        h = [_pass(net, x, _Layers(net, x, weights, views)) for x, views in zip(others, passes[1:], strict=True)]
-    layers = _Layers(net, first, weights, passes[0])
-    h.insert(0, _pass(net, first, layers))
+        h = [_pass(net, make(), _Layers(net, weights, views)) for make, views in zip(others, passes[1:], strict=True)]
+    layers = _Layers(net, weights, passes[0])
+    h.insert(0, _pass(net, first(), layers))
     if third is not None:
         here = torch.cuda.current_stream()
         here.wait_stream(third)
@@ -98,28 +103,28 @@ def rehearse(
     with torch.cuda.stream(stream), no_search():
         shapes = [(views * b, net.conv1.in_channels, size, size) for views, size in zip(passes, sizes, strict=True)]
         batches = [torch.zeros(shape, dtype=dtype, device=stream.device) for shape in shapes]
-        batches = [x.contiguous(memory_format=torch.channels_last) for x in batches]
-        torch.cat(encode(copy.deepcopy(net), *batches, passes=passes)).sum().backward()
+        makers = [partial(x.contiguous, memory_format=torch.channels_last) for x in batches]
+        torch.cat(encode(copy.deepcopy(net), *makers, passes=passes, dtype=dtype)).sum().backward()
 
 
-def _low_weights(net: nn.Module, dtype: torch.dtype, *, uses: int) -> dict[Tensor, tuple[Tensor, Uses]]:
-    """Each convolution's weight in low precision, and what its `uses` passes share."""
+def _low_weights(net: nn.Module, dtype: torch.dtype, *, passes: int) -> dict[Tensor, tuple[Tensor, Uses]]:
+    """Each convolution's weight in low precision, and what the passes share of it."""
     weights = [module.weight for module in net.modules() if isinstance(module, nn.Conv2d)]
     low = exact = [weight.detach() for weight in weights]
     if dtype != exact[0].dtype:
         low = [torch.empty_like(weight, dtype=dtype) for weight in exact]
         torch._foreach_copy_(low, exact)  # all in one launch
-    return {weight: (small, Uses(uses)) for weight, small in zip(weights, low, strict=True)}
+    return {weight: (small, Uses(passes)) for weight, small in zip(weights, low, strict=True)}
 
 
 class _Layers:
     """What the layers share in one pass: weights in low precision, zeros for sums, and BatchNorm statistics."""
 
-    def __init__(self, net: nn.Module, x: Tensor, weights: dict[Tensor, tuple[Tensor, Uses]], views: int) -> None:
+    def __init__(self, net: nn.Module, weights: dict[Tensor, tuple[Tensor, Uses]], views: int) -> None:
         self.weights, self.views = weights, views
         norms = [module for module in net.modules() if isinstance(module, nn.BatchNorm2d)]
         sizes = [4 * views * bn.num_features for bn in norms]
-        self.zeros = dict(zip(norms, torch.zeros(sum(sizes), device=x.device).split(sizes), strict=True))
+        self.zeros = dict(zip(norms, torch.zeros(sum(sizes), device=norms[0].weight.device).split(sizes), strict=True))
         self.statistics: dict[nn.Module, Tensor] = {}
 
     def convolve(self, layer: nn.Conv2d, x: Tensor) -> Tensor:

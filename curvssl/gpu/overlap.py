@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from curvssl.gpu import adam, stem
 
 _streams: dict[tuple[int, int], torch.cuda.Stream] = {}  # of a device: the second stream, and the third
-# Set during a backward pass in `backward_and_step`: takes a weight and its gradient, returns whether it has updated it.
-_update: list[Callable[[Tensor, Tensor], bool]] = []
+# Set in a backward pass by `backward_and_step`: takes a weight and its gradients, returns whether it has updated it.
+_update: list[Callable[..., bool]] = []
 
 
 def second_stream(number: int = 2) -> torch.cuda.Stream:
     """The second stream of the current device, or the third."""
     key = torch.cuda.current_device(), number
     if key not in _streams:
-        _streams[key] = torch.cuda.Stream()
+        # The rest of the step waits for the third stream as it does for the main one (steps.py), so both have priority.
+        _streams[key] = torch.cuda.Stream(priority=-1 if number == 3 else 0)
     return _streams[key]
 
 
@@ -49,21 +50,16 @@ def one_stream() -> Iterator[None]:
 
 
 class Uses:
-    """A weight that several passes of one step use: their gradients are added up before the weight is updated."""
+    """The gradients of a weight that one or two passes of a step use: it is updated when the last one is there."""
 
-    def __init__(self, left: int) -> None:
-        self.left = left  # passes whose gradient is still to come
-        self.sum: Tensor | None = None
+    def __init__(self, passes: int) -> None:
+        self.passes = passes
+        self.gradients: list[Tensor] = []
 
-    def add(self, gradient: Tensor) -> Tensor | None:
-        """The sum of all gradients, in float32 if there are several, or None if more are to come."""
-        self.left -= 1
-        if self.sum is not None:
-            gradient = self.sum.add_(gradient)
-        if self.left:
-            self.sum = gradient.float()
-            return None
-        return gradient
+    def all_with(self, gradient: Tensor) -> list[Tensor]:
+        """All gradients, if this is the last one, else none."""
+        self.gradients.append(gradient)
+        return self.gradients if len(self.gradients) == self.passes else []
 
 
 class _Convolve(torch.autograd.Function):
@@ -124,13 +120,15 @@ def _beside(ctx: Any, grad: Tensor, x: Tensor, low: Tensor) -> Tensor | None:
     with beside_this() as second:
         for tensor in (grad, x):
             tensor.record_stream(second)  # its memory must not be reused before
-        gradient = ctx.uses.add(_weight_gradient(ctx, grad, x, low))
-        if gradient is None:
+        gradients = ctx.uses.all_with(_weight_gradient(ctx, grad, x, low))
+        if not gradients:
             return None
         # In float32 `low` is the weight itself, which the rest of the backward pass still reads.
-        if _update and low.dtype != ctx.weight.dtype and _update[0](ctx.weight, gradient):
+        if _update and low.dtype != ctx.weight.dtype and _update[0](ctx.weight, *gradients):
             return None
-        gradient = torch.empty_like(ctx.weight).copy_(gradient)
+        gradient = torch.empty_like(ctx.weight).copy_(gradients[0])
+        for more in gradients[1:]:
+            gradient += more
     gradient.record_stream(here)
     here.wait_stream(second)
     return gradient
@@ -149,11 +147,11 @@ def backward_and_step(backward: Callable[[], None], optimizer: torch.optim.Optim
     groups = {weight: group for group in optimizer.param_groups for weight in group["params"]}
     states = optimizer.state
 
-    def update(weight: Tensor, grad: Tensor) -> bool:
+    def update(weight: Tensor, *grads: Tensor) -> bool:
         if weight not in groups or not states.get(weight):  # torch's Adam makes the state in the first step
             return False
         moved[weight] = torch.empty_like(weight)
-        adam.update(weight, grad, found=moved[weight], state=states[weight], group=groups[weight])
+        adam.update(weight, *grads, found=moved[weight], state=states[weight], group=groups[weight])
         return True
 
     _update.append(update)

@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -232,22 +233,34 @@ class FastStep:
                 z = net.project(features)
             return copies_of(z.to(torch.promote_types(z.dtype, torch.float32)), readers)
 
-        views = self._compiled(lambda batch, u: [x.to(low) for x in step.see(batch, u)])
+        if len(passes) > 1:  # the gradients of BatchNorm's parameters come from two streams, of which torch would warn
+            getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", bool)(False)
+        # Each batch of views is made on its own, so that local views can be made while the global ones are encoded.
+        makers = [self._compiled(partial_view(step, i, low)) for i in range(len(passes))]
         project = self._compiled(projected)
 
         def embed(batch: Tensor, u: Sequence[Tensor], readers: int) -> tuple[Tensor, ...]:
-            if self._taken or not batch.is_cuda:
-                x = views(batch, u)
-            else:  # the encoder's kernels are compiled while torch compiles the views
+            if not self._taken and batch.is_cuda:  # the encoder's kernels are compiled while torch compiles the views
                 with ThreadPoolExecutor(1) as thread:
                     sizes = [maker.size for maker in step.views.makers]
                     shapes = (len(batch), sizes, passes, low, torch.cuda.current_stream())
                     done = thread.submit(layers.rehearse, net.encoder, *shapes)
-                    x = views(batch, u)
+                    for make in makers:
+                        make(batch, u)
                     done.result()
-            return project(layers.encode(net.encoder, *x, passes=passes), readers)
+            views = [partial(make, batch, u) for make in makers]
+            return project(layers.encode(net.encoder, *views, passes=passes, dtype=low), readers)
 
         return embed
+
+
+def partial_view(step: "Step", i: int, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """The function that makes the i-th batch of views."""
+
+    def make(batch: Tensor, u: Sequence[Tensor]) -> Tensor:
+        return step.views.batch(i, step.pixels(batch), u).to(dtype)
+
+    return make
 
 
 def copies_of(z: Tensor, readers: int) -> tuple[Tensor, ...]:

@@ -118,12 +118,50 @@ def precision() -> Study:
     return study
 
 
+def many_views() -> Study:
+    """What local views and the chord bring: CIFAR-10 with the 3×3 stem, on held-out training images, two seeds. At 40
+    epochs, and with as many epochs as take the GPU time of two and eight views at 40 (docs/reproduction.md)."""
+    own_weight: dict[str, Any] = {"lambda_emb": 0.0051}  # Barlow Twins' own
+    base = dataclasses.replace(
+        paper_cifar10(),
+        method="barlow-twins",
+        stem="small",
+        epochs=40,
+        warmup_epochs=4,
+        schedule="cosine",
+        holdout=0.1,
+        monitor_every=0,
+        projector_width=2048,
+        projector_depth=3,
+        d_z=1024,
+        augment=views(),
+        **own_weight,
+    )
+    chord = 1024.0  # as many as dimensions: L_emb is a sum over dimensions, the chord a mean
+    arms = [(n, alpha) for alpha in (0.0, chord) for n in (0, 4, 8)]
+    equal = {(0, 0.0): 79, (4, 0.0): 52, (0, chord): 54, (8, chord): 33}  # epochs; the others take as long at 40
+    study: Study = {}
+
+    def add(n: int, alpha: float, epochs: int, seed: int) -> None:
+        name = f"cifar10-barlow-twins-local{n}{f'-chord{alpha:g}' if alpha else ''}-{epochs}-seed{seed}"
+        study[name] = dataclasses.replace(base, local_views=n, alpha_chord=alpha, epochs=epochs, seed=seed)
+
+    for seed in SEEDS[:2]:
+        for arm in arms if seed else [*arms, (0, chord / 16), (0, chord / 4)]:
+            add(*arm, 40, seed)
+    for seed in SEEDS[:2]:
+        for arm, epochs in equal.items():
+            add(*arm, epochs, seed)
+    return study
+
+
 STUDIES: dict[str, Callable[[], Study]] = {
     "faithful": faithful,
     "literal": literal,
     "alpha": alpha,
     "recipe": recipe,
     "precision": precision,
+    "views": many_views,
 }
 
 

@@ -126,7 +126,11 @@ class Step:
 
     def see(self, batch: Tensor, u: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The views of a batch of images, one tensor for each size."""
-        return self.views(batch if self.images is None else self.images.index_select(0, batch), u)
+        return self.views(self.pixels(batch), u)
+
+    def pixels(self, batch: Tensor) -> Tensor:
+        """The images of a batch, uint8 (b, C, H, W)."""
+        return batch if self.images is None else self.images.index_select(0, batch)
 
     def means(self) -> dict[str, float]:
         """Mean of the loss and of each term over the steps since the last reset; waits for the device."""

@@ -103,9 +103,10 @@ def compare_network(*, stem: str, batch: int, size: int, device: str, bf16: bool
     assert layers.takes(quick)
     x = channels_last(batch, 3, size, size, device=device)
     g = torch.randn(batch, 512, device=device)
+    low = x.bfloat16() if bf16 else x
     with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
         usual = plain(x)
-    outputs = [usual, layers.encode(quick, x.bfloat16() if bf16 else x)[0], exact(x.double())]
+    outputs = [usual, layers.encode(quick, lambda: low, dtype=low.dtype)[0], exact(x.double())]
     for y in outputs:
         y.backward(g.to(y.dtype))
 

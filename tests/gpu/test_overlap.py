@@ -20,10 +20,11 @@ def compare_adam(shape: tuple[int, ...], *, device: str) -> None:
     group = theirs.param_groups[0] | {"lr": torch.tensor(1e-2, device=device)}
     state = {name: torch.zeros(shape, device=device) for name in ("exp_avg", "exp_avg_sq")}  # not in channels_last
     state["step"] = torch.zeros((), device=device)
-    for _ in range(3):
+    for i in range(3):
         grad, found = torch.randn(shape, device=device), torch.empty_like(weight)
         grad = (grad + grad.sign()).half()
-        adam.update(weight, grad, found=found, state=state, group=group)
+        parts = (grad,) if i else (grad / 2, grad / 2)  # in the first step the sum of two
+        adam.update(weight, *parts, found=found, state=state, group=group)
         state["step"] += 1
         exact.grad = grad.double()
         theirs.step()
