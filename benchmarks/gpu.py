@@ -335,7 +335,8 @@ def peer(stem: str, batch: int, *, lightly: bool, workers: int, local: int = 0) 
             started = time.perf_counter()
         with torch.autocast("cuda", torch.bfloat16):
             z = [net(x.cuda(non_blocking=True).contiguous(memory_format=torch.channels_last)) for x in views]
-        loss = torch.stack([criterion(z[g].float(), z[v].float()) for g, v in compared]).mean()
+        first, *apart = (criterion(z[g].float(), z[v].float()) for g, v in compared)
+        loss = (first + torch.stack(apart).mean()) / 2 if apart else first
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -422,7 +423,7 @@ def probe_run() -> dict[str, float]:
         return {"seconds": time.perf_counter() - started}
 
 
-def command(epochs: int = 80, *, settled: int = 10) -> dict[str, float]:
+def command(epochs: int = 61, *, settled: int = 10) -> dict[str, float]:
     """Milliseconds per step of the paper's CIFAR-10 run as the command trains it, after the `settled` epochs in which
     it is captured: with the order, the random numbers, the metrics of every epoch and the kNN monitor. Beside it, the
     bare step of the same objective in the same process."""
@@ -434,7 +435,8 @@ def command(epochs: int = 80, *, settled: int = 10) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         config = dataclasses.replace(paper_cifar10(), epochs=epochs, warmup_epochs=10)
         rows = pretrain(config, out=folder, progress=False).metrics()
-    steps, seconds = (rows[-1][key] - rows[settled - 1][key] for key in ("step", "seconds"))
+    # Up to the last epoch but one: the run also ends with a monitor, which a long run would not notice.
+    steps, seconds = (rows[-2][key] - rows[settled - 1][key] for key in ("step", "seconds"))
     step, call = make_step("imagenet", config.batch_size, config.method, "captured")
     bare = median_ms(call, times=1000)
     assert step.mode == "captured"

@@ -2,8 +2,8 @@
 
 A loss takes the embeddings of two views, (b, d) each, where row i of both comes from image i, and returns a scalar.
 `terms(z0, z1)` returns its named terms without their weights. Further views may follow: the first two are global, the
-others local. A term of the embeddings is then the mean over the pairs of a global view and any other view; curvature is
-taken over the two global views. Inside, z (V, b, d) holds all V views.
+others local. A term of the embeddings is then a mean over the pairs of a global view and any other view (`over_pairs`);
+curvature is taken over the two global views. Inside, z (V, b, d) holds all V views.
 
 With torch.distributed initialised, every statistic and the gradient are those of the global batch (collectives.py).
 To add a loss: one class here, and one line in methods.py.
@@ -36,11 +36,11 @@ class Loss(nn.Module):
         raise NotImplementedError
 
     def over_views(self, z: Tensor, blended: Tensor | None, t: Tensor | None) -> Tensor:
-        """The numbers of V views (V, b, d): the mean over the pairs of a global view and any other. `blended` and `t`
+        """The numbers of V views (V, b, d): a mean over the pairs of a global view and any other. `blended` and `t`
         are for a term of blends, like `Chord`."""
         if len(z) == GLOBAL:
             return self.numbers(z)
-        return torch.stack([self.numbers(torch.stack((z[g], z[v]))) for g, v in pairs(len(z))]).mean(0)
+        return over_pairs(torch.stack([self.numbers(torch.stack((z[g], z[v]))) for g, v in pairs(len(z))], dim=1))
 
     def weights(self) -> dict[str, float]:
         """The weights of the numbers in this term; a number without a weight is only logged."""
@@ -89,8 +89,17 @@ class Loss(nn.Module):
 
 
 def pairs(views: int) -> list[tuple[int, int]]:
-    """The pairs of a global view and any other view, each once: 1 + 2n of them with n local views."""
+    """The 1 + 2n pairs of a global view and any other view, each once, with n local views; the two global ones first."""
     return [(g, v) for g in range(GLOBAL) for v in range(g + 1, views)]
+
+
+def over_pairs(numbers: Tensor) -> Tensor:
+    """Half of the global pair's numbers, half of the mean over the pairs with a local view: (n, pairs) → (n,).
+
+    The plain mean over all pairs leaves the global pair too little weight and learns less (docs/notebook.md).
+    """
+    together, apart = numbers[:, 0], numbers[:, 1:]
+    return (together + apart.mean(1)) / 2 if apart.shape[1] else together
 
 
 class BarlowTwinsLoss(Loss):
@@ -109,11 +118,10 @@ class BarlowTwinsLoss(Loss):
         others = [z[g + 1 :].transpose(0, 1).flatten(1) for g in range(GLOBAL) if len(z) > g + 1]
         c = torch.cat([product(z[g].mT, other) for g, other in enumerate(others)], dim=1)
         c = (total(c) / b).unflatten(1, (-1, d))  # (d, pairs, d)
-        diagonal = c.diagonal(dim1=0, dim2=2)
-        invariance = (diagonal - 1).square().sum()
-        # Row by row: a compiler makes one program of one sum, and C may have millions of entries.
-        redundancy = c.square().sum((1, 2)).sum() - diagonal.square().sum()
-        return torch.stack((invariance, redundancy)) / c.shape[1]
+        diagonal = c.diagonal(dim1=0, dim2=2)  # (pairs, d)
+        invariance = (diagonal - 1).square().sum(1)
+        redundancy = c.square().sum(2).sum(0) - diagonal.square().sum(1)
+        return over_pairs(torch.stack((invariance, redundancy)))
 
     def weights(self) -> dict[str, float]:
         return {"invariance": 1.0, "redundancy": self.lambda_emb}

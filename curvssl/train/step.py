@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from curvssl.collectives import total, world_size
 from curvssl.config import UserError
 from curvssl.data.views import Views
-from curvssl.losses import GLOBAL, Loss, pairs
+from curvssl.losses import GLOBAL, Loss, over_pairs, pairs
 from curvssl.models import per_view
 
 
@@ -82,9 +82,8 @@ class Step:
         if isinstance(self.criterion, Loss):
             terms = self.criterion.terms_of(z, t)
             return self.criterion.weigh(terms), torch.stack(tuple(terms.values())).detach()
-        losses = [self._own(z[g], z[v]) for g, v in pairs(len(z))]
-        loss = torch.stack(losses).mean() if len(losses) > 1 else losses[0]
-        return loss, loss.detach().view(1)
+        loss = over_pairs(torch.stack([self._own(z[g], z[v]) for g, v in pairs(len(z))])[None])
+        return loss.squeeze(0), loss.detach()
 
     def by_view(self, z: Tensor) -> Tensor:
         """(V · b, d) → (V, b, d)."""

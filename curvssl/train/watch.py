@@ -23,7 +23,7 @@ from curvssl.losses import Curvature, Loss, standardise
 from curvssl.models import Net
 from curvssl.train.step import Step, means
 
-MONITOR_IMAGES = 10_000  # the kNN monitor uses at most this many known and this many held-out images
+MONITOR_IMAGES = 5_000  # the kNN monitor uses at most this many known and this many held-out images
 DEAD_STD = 1e-3  # embeddings whose standard deviation over images is below this have collapsed
 DEAD_RANK = 0.02  # so have embeddings whose effective rank is below this share of the largest possible one
 
