@@ -365,7 +365,7 @@ def test_a_step_of_lars_is_scaled_layer_by_layer_and_spares_gains_and_biases():
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lars"])
 def test_the_other_optimisers_train_and_resume(optimizer: str, tmp_path: Path, stop_at: Callable[[int], None]):
-    config = dataclasses.replace(TINY, optimizer=optimizer, lr=0.1, batch_size=320, method="barlow-twins")
+    config = dataclasses.replace(TINY, optimizer=optimizer, lr=0.1, batch_size=160, method="barlow-twins")
     stop_at(5)
     with pytest.raises(Stopped):
         pretrain(config, out=tmp_path / "stopped", progress=False)
