@@ -89,7 +89,7 @@ class Loss(nn.Module):
 
 
 def pairs(views: int) -> list[tuple[int, int]]:
-    """The 1 + 2n pairs of a global view and any other view, each once, with n local views; the two global ones first."""
+    """The 1 + 2n pairs of a global view and any other, each once, with n local views; the two global ones first."""
     return [(g, v) for g in range(GLOBAL) for v in range(g + 1, views)]
 
 

@@ -23,11 +23,18 @@ WANTING = {
     "a GPU": ("of the device", "run them where torch sees a CUDA device"),
 }
 
-# Long files start first, so that no worker is still busy with one when the other has nothing left to do. And
-# test_folders.py starts before compilers are imported: they slow down the garbage collection before images are read.
-LONG = ("test_system.py", "test_folders.py", "test_ranks.py", "test_reproduce.py", "test_rooms.py", "test_report.py")
-# UMAP compiles for ten seconds or more in each process that draws a map, so one worker draws all maps.
-MAPS = ("test_maps.py", "test_runs.py", "test_figures.py", "test_reproduce.py", "and_maps_show_curvature")
+# Long files start first, so that no worker is still busy with one when the other has nothing left to do.
+LONG = ("test_readme.py", "test_ranks.py", "test_steps.py", "test_system.py", "test_loop.py", "test_report.py")
+# UMAP compiles for ten seconds or more in each process that draws a map, and for half a minute in the first of a new
+# installation, so one worker draws all maps.
+MAPS = (
+    "test_readme.py",
+    "test_maps.py",
+    "test_runs.py",
+    "test_figures.py",
+    "test_reproduce.py",
+    "and_maps_show_curvature",
+)
 
 
 @pytest.fixture(scope="module")

@@ -232,8 +232,9 @@ def _started(loader: Any) -> Iterator[tuple[Tensor, Bad]]:
         # Python 3.12 warns of a fork in a process with threads; the workers use no lock that those threads may hold.
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
         # A worker must not collect garbage inherited from its parent: freeing a CUDA tensor there would crash it.
+        # What was frozen counts as old afterwards, so young garbage goes first; to search everything takes a second.
         if loader.num_workers:
-            gc.collect()
+            gc.collect(1)
             gc.freeze()
         try:
             return iter(loader)

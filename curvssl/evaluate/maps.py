@@ -33,6 +33,7 @@ def umap(features: Tensor, *, seed: int = 0) -> Tensor:
         raise UserError(f"a map needs at least 4 images, got {n}")
     if not features.isfinite().all():
         raise UserError("the features hold NaN or infinity, so there is no map of them: the encoder diverged")
+    threads = torch.get_num_threads()
     with warnings.catch_warnings():
         # UMAP warns on import that TensorFlow is missing, which is not used here. With few points it warns that it
         # solves a dense eigenproblem instead of a sparse one.
@@ -41,7 +42,9 @@ def umap(features: Tensor, *, seed: int = 0) -> Tensor:
         from umap import UMAP
 
         reducer = UMAP(n_neighbors=min(N_NEIGHBORS, n - 1), min_dist=MIN_DIST, random_state=seed, n_jobs=1)
-        return torch.from_numpy(reducer.fit_transform(features.float().numpy()).astype(np.float32))
+        xy = reducer.fit_transform(features.float().numpy()).astype(np.float32)
+    torch.set_num_threads(threads)  # the compiler that UMAP uses gives OpenMP, and so torch, all cores
+    return torch.from_numpy(xy)
 
 
 def save(xy: Tensor, path: Path, *, index: Tensor | None = None) -> None:

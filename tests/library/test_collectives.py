@@ -57,9 +57,16 @@ def outcome(name: str, network: nn.Module, x: Tensor) -> Outcome:
     return {"loss": value.detach(), "terms": {n: t.detach() for n, t in terms.items()}, "gradients": gradients}
 
 
-def work(rank: int, ranks: int, folder: str) -> None:
-    """One rank: compute every loss on its part of the batch, and write the outcomes to the folder."""
+def work(rank: int, folder: str) -> None:
+    """One process: the last of three ranks, or one of three ranks and then of two."""
     torch.set_num_threads(1)
+    for ranks in (3, 2):
+        if rank < ranks:
+            work_as(rank, ranks, f"{folder}/{ranks}")
+
+
+def work_as(rank: int, ranks: int, folder: str) -> None:
+    """One rank: compute every loss on its part of the batch, and write the outcomes to the folder."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     x = images().chunk(ranks, 1)[rank]
     found: Outcome = {name: outcome(name, nn.parallel.DistributedDataParallel(model()), x) for name in LOSSES | MANY}
@@ -79,12 +86,20 @@ def work(rank: int, ranks: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks and three ranks found, each in a folder, all from one start of three processes."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for ranks in (2, 3):
+        (folder / str(ranks)).mkdir()
+    mp.spawn(work, args=(str(folder),), nprocs=3)
+    return folder
+
+
 @pytest.fixture(scope="module", params=[2, 3])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
+def ranks(request: pytest.FixtureRequest, folder: Path) -> list[Outcome]:
     """The outcomes of all ranks."""
-    folder: Path = tmp_path_factory.mktemp(f"ranks{request.param}")
-    mp.spawn(work, args=(request.param, str(folder)), nprocs=request.param)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+    return [torch.load(folder / f"{request.param}/{rank}.pt") for rank in range(request.param)]
 
 
 @pytest.mark.parametrize("name", LOSSES | MANY)

@@ -66,27 +66,24 @@ def test_curves_have_a_colour_for_each_row_and_where_these_are_too_many_for_each
     assert variants == [alone["mnist-vicreg-seed2"]] * 2
 
 
-def test_a_study_is_run_once_and_its_cells_say_where_they_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_of_two_processes_each_takes_what_the_other_has_not_and_cells_say_where_they_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(studies.STUDIES, "tiny", tiny)
     where = {"results": tmp_path / "results", "runs": tmp_path / "runs"}
-    assert reproduce.run_study("tiny", only="barlow", **where) == ["digits-barlow-twins-seed0"]
+    with lock(tmp_path / "runs/tiny/digits-barlow-twins-seed0/cell"):  # as if another process were running it
+        assert reproduce.run_study("tiny", **where) == ["digits-curvssl-seed0"]
+    assert reproduce.run_study("tiny", only="curvssl", **where) == []  # no cell is run twice
     assert "1 of 2 cells" in reproduce.status("tiny", results=where["results"])
-    assert "missing: digits-curvssl-seed0" in reproduce.status("tiny", results=where["results"])
-    assert reproduce.run_study("tiny", only="barlow", **where) == []
+    assert "missing: digits-barlow-twins-seed0" in reproduce.status("tiny", results=where["results"])
+    assert reproduce.run_study("tiny", only="barlow", **where) == ["digits-barlow-twins-seed0"]
+    assert reproduce.run_study("tiny", **where) == []
 
     found = json.loads((tmp_path / "results/tiny/digits-barlow-twins-seed0.json").read_text())
     assert PretrainConfig.from_dict(found["config"]) == tiny()["digits-barlow-twins-seed0"]
     assert set(found["probes"]) == {"linear", "mlp", "knn"}
     assert {"commit", "versions", "device", "command", "data_sha256", "seconds"} <= set(found["provenance"])
     assert found["curves"][-1]["epoch"] == 1
-
-
-def test_of_two_processes_each_takes_what_the_other_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(studies.STUDIES, "tiny", tiny)
-    where = {"results": tmp_path / "results", "runs": tmp_path / "runs"}
-    with lock(tmp_path / "runs/tiny/digits-barlow-twins-seed0/cell"):  # as if another process were running it
-        assert reproduce.run_study("tiny", **where) == ["digits-curvssl-seed0"]
-    assert reproduce.run_study("tiny", **where) == ["digits-barlow-twins-seed0"]
 
 
 def test_settings_are_chosen_on_training_images_that_were_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -168,7 +168,7 @@ def few_digits(tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
 )
 def test_a_backbone_trains_and_loads(encoder: str, size: int, d_h: int, few_digits: str, tmp_path: Path):
-    shape = {"encoder": encoder, "stem": "small", "image_size": size}
+    shape = {"encoder": encoder, "stem": "small", "image_size": size, "holdout": 0.1}
     config = dataclasses.replace(TINY, dataset=few_digits, epochs=1, batch_size=16, monitor_every=0, **shape)
     run = curvssl.pretrain(config, out=tmp_path, progress=False)
     last = rows(run.path)[-1]

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from pipeline import TINY, flags
 
+from curvssl.cli import main
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -33,27 +35,31 @@ def without_gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_without_gpu_the_losses_the_step_and_the_loop_pass_their_tests(without_gpu: Path):
-    """Only some tests, to save time; the rule is that all tests outside tests/gpu pass."""
-    missing = python("-c", "import curvssl.data.views, curvssl.gpu", path=without_gpu).stderr
-    assert missing.splitlines()[-1] == "ModuleNotFoundError: No module named 'curvssl.gpu'"
+def test_without_gpu_tests_pass_and_a_step_for_speed_is_refused_in_one_line(without_gpu: Path, tmp_path: Path):
+    """Some tests of losses, step and loop, to save time; the rule is that all tests outside tests/gpu pass."""
+    script = textwrap.dedent("""
+        import sys
+        from importlib.util import find_spec
+        import pytest
+        from curvssl.cli import main
+
+        tests, words = sys.argv[1:4], sys.argv[4:]
+        assert find_spec("curvssl.gpu") is None
+        chosen = "matches_the_loops or textbook or goes_down or first_step_of_adam"
+        assert pytest.main(["-q", "-p", "no:cacheprovider", "-k", chosen, *tests]) == 0
+        main(words)
+    """)
     files = ("library/test_losses.py", "train/test_step.py", "train/test_loop.py")
     tests = [without_gpu / "tests" / file for file in files]
-    chosen = ("-k", "matches_the_loops or textbook or goes_down or first_step_of_adam")
-    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, *tests, path=without_gpu)
-    assert done.returncode == 0, done.stdout[-3000:]
-
-
-def test_without_gpu_a_step_for_speed_is_refused_in_one_line(without_gpu: Path, tmp_path: Path):
-    words = ("-m", "curvssl", "pretrain", *flags(TINY), "--step", "compiled", "--out", tmp_path / "run")
-    done = python(*words, path=without_gpu)
-    assert done.returncode == 2
+    words = ("pretrain", *flags(TINY), "--step", "compiled", "--out", tmp_path / "run")
+    done = python("-c", script, *tests, *words, path=without_gpu)
+    assert done.returncode == 2, done.stdout[-3000:] + done.stderr
     assert done.stderr.splitlines()[-1] == (
         "curvssl: step compiled needs the folder curvssl/gpu, which is missing here: use --step eager"
     )
 
 
-def test_a_new_loss_is_one_class_and_one_line(tmp_path: Path):
+def test_a_new_loss_is_one_class_and_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Written as CONTRIBUTING.md describes; the command line, the metrics, the table and the page know it at once."""
     script = textwrap.dedent("""
         import sys
@@ -94,7 +100,9 @@ def test_a_new_loss_is_one_class_and_one_line(tmp_path: Path):
     assert '"sharpness": 3.0' in (tmp_path / "run" / "config.json").read_text()
     assert re.search(r"^Agreement +\d\d", done.stdout, re.MULTILINE)
     assert "exponent of what is missing to 1" in done.stdout
-    unknown = python("-m", "curvssl", "probe", tmp_path / "run")  # the installed package does not know the method
-    assert unknown.returncode == 2
-    assert "unknown" in unknown.stderr
-    assert unknown.stderr.count("\n") == 1
+    with pytest.raises(SystemExit) as end:  # the package of this process does not know the method
+        main(["probe", str(tmp_path / "run")])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert "unknown" in said
+    assert said.count("\n") == 1

@@ -90,7 +90,7 @@ def test_provenance_lies_beside_the_weights(whole: Path):
     facts = Run.read(whole).read_json("provenance.json")
     assert facts["device"] == "cpu"
     assert facts["data_sha256"] == data.load("digits").sha256
-    assert facts["images"] == 1437 - 143
+    assert facts["images"] == 1437 - 718
     assert facts["seconds"] > 0
 
 
@@ -165,7 +165,7 @@ def test_a_run_with_local_views_and_blends_goes_on_to_the_same_weights(tmp_path:
     assert "chord" in rows(tmp_path / "whole")[0]
 
 
-@pytest.mark.parametrize("lag", [1, 3, 9, 10, 15])
+@pytest.mark.parametrize("lag", [1, 9, 10, 15])
 def test_rows_that_are_read_some_steps_later_are_the_same_rows(
     lag: int, whole: Path, tmp_path: Path, stop_at: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ):
@@ -227,7 +227,7 @@ def test_a_second_process_is_refused(tmp_path: Path):
 
 
 def test_a_batch_that_the_images_do_not_fill_is_refused_and_stands_in_nobodys_way(tmp_path: Path):
-    with pytest.raises(UserError, match="1294 training images do not fill one batch of 2000: lower --batch-size"):
+    with pytest.raises(UserError, match="719 training images do not fill one batch of 2000: lower --batch-size"):
         pretrain(dataclasses.replace(TINY, batch_size=2000), out=tmp_path)
     assert pretrain(dataclasses.replace(TINY, batch_size=640, epochs=1), out=tmp_path, progress=False).finished
 
@@ -378,7 +378,7 @@ def test_a_step_of_lars_is_scaled_layer_by_layer_and_spares_gains_and_biases():
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lars"])
 def test_the_other_optimisers_train_and_resume(optimizer: str, tmp_path: Path, stop_at: Callable[[int], None]):
-    config = dataclasses.replace(TINY, optimizer=optimizer, lr=0.1, batch_size=320, method="barlow-twins")
+    config = dataclasses.replace(TINY, optimizer=optimizer, lr=0.1, batch_size=160, method="barlow-twins")
     stop_at(5)
     with pytest.raises(Stopped):
         pretrain(config, out=tmp_path / "stopped", progress=False)
