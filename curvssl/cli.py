@@ -14,6 +14,7 @@ import tyro
 from tyro.conf import Positional
 
 from curvssl.config import PRESETS, PretrainConfig, UserError, unknown
+from curvssl.files import say
 from curvssl.methods import title_of
 
 TITLE = "Self-supervised learning by curvature alignment. `curvssl demo` shows the whole of it in two minutes."
@@ -22,6 +23,9 @@ TITLE = "Self-supervised learning by curvature alignment. `curvssl demo` shows t
 def main(arguments: list[str] | None = None) -> None:
     """Run one command. An error that the user can fix is printed as one line, with exit code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a file name, or a Greek letter, may have no place in the encoding
+            stream.reconfigure(errors="backslashreplace")
     try:
         _parse(arguments)
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -55,7 +59,7 @@ def fail(line: str) -> None:
     if not speaks():
         time.sleep(2)  # if rank 0 has the same error, torchrun ends the other ranks before they repeat it
         line = f"rank {os.environ['RANK']}: {line}"
-    print(f"curvssl: {line}", file=sys.stderr)
+    say(line)
     sys.exit(2)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -32,7 +33,8 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+    # A file name that is not UTF-8 has lone surrogates: \udc.., which is also how JSON writes them.
+    write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
 
 
 def check_regular(path: str | Path) -> None:
@@ -67,4 +69,9 @@ def lock(folder: Path, *, waiting: str | None = None) -> Iterator[None]:
 
 def say(line: str) -> None:
     """Print one line for the user on stderr."""
-    print(f"curvssl: {line}", file=sys.stderr, flush=True)
+    print(f"curvssl: {printable(line)}", file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """Text in one line: a file name may hold newlines, and characters that a terminal takes for commands."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda found: repr(found[0])[1:-1], text)

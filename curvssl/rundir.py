@@ -36,7 +36,7 @@ class Run:
         if not file.exists():
             raise UserError(f"{path} is not a run directory: it has no config.json; give the --out of a pretraining")
         try:
-            return cls(path, PretrainConfig.from_dict(json.loads(file.read_text())))
+            return cls(path, PretrainConfig.from_dict(json.loads(file.read_bytes())))
         except (json.JSONDecodeError, TypeError) as error:
             raise UserError(f"{file} cannot be read ({error}): restore it, or use another --out") from None
 
@@ -61,19 +61,21 @@ class Run:
         """One row per epoch, up to the first half-written line, which a crash may leave."""
         file = self.path / "metrics.jsonl"
         rows = []
-        for line in file.read_text().splitlines() if file.exists() else []:
+        for line in file.read_bytes().splitlines() if file.exists() else []:
             try:
                 rows.append(json.loads(line))
-            except json.JSONDecodeError:
+            except ValueError:
                 break
         return rows
 
     def append_metrics(self, row: dict[str, Any]) -> None:
-        with open(self.path / "metrics.jsonl", "a") as file:
+        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def rewind_metrics(self, step: int) -> None:
         """Delete the rows after the checkpoint from which training resumes, and half-written lines."""
+        if step == 0:
+            (self.path / "bad-images.txt").unlink(missing_ok=True)  # of an earlier run
         kept = [json.dumps(row) + "\n" for row in self.metrics() if row["step"] <= step]
         write_bytes(self.path / "metrics.jsonl", "".join(kept).encode())
 
@@ -142,15 +144,16 @@ class Run:
 
     def load_net(self, *, encoder: "nn.Module | None" = None) -> "Net":
         """Encoder and projector of a finished run, in eval mode; an own encoder's weights are loaded into `encoder`."""
-        from safetensors import safe_open
+        from safetensors.torch import load
 
         if not self.finished:
             raise UserError(f"{self.path} has no encoder.safetensors yet: run its pretraining to the end first")
         weights: dict[str, dict[str, Any]] = {}
         for name in ("encoder", "projector"):
-            with safe_open(self.path / f"{name}.safetensors", "pt") as file:
-                weights[name] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-                channels = int(file.metadata()["channels"])
+            data = (self.path / f"{name}.safetensors").read_bytes()  # safe_open takes no path that is not UTF-8
+            weights[name] = load(data)
+            described = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])  # its length, then JSON
+            channels = int(described["__metadata__"]["channels"])
         net = self.make_net(channels=channels, encoder=encoder)
         net.encoder.load_state_dict(weights["encoder"])
         net.projector.load_state_dict(weights["projector"])
@@ -158,7 +161,7 @@ class Run:
 
     def read_json(self, name: str) -> dict[str, Any]:
         file = self.path / name
-        return json.loads(file.read_text()) if file.exists() else {}
+        return json.loads(file.read_bytes()) if file.exists() else {}
 
 
 def load_encoder(path: str | Path, *, encoder: "nn.Module | None" = None) -> "nn.Module":

@@ -23,7 +23,7 @@ from curvssl.data.decode import SUFFIXES, decode, header, is_image
 from curvssl.data.images import Bad, DecodedImages, Images, check_share, own_cores, why
 from curvssl.data.named import Dataset, Split, moments
 from curvssl.data.order import test_split
-from curvssl.files import say, write_bytes
+from curvssl.files import printable, say, write_bytes
 
 CANVAS = 1.15  # times the image size: the side of the squares that files are decoded to
 SAMPLE = 1000  # images from which canvas, channels, mean and standard deviation are computed
@@ -204,9 +204,12 @@ def canvas_of(known: dict[str, Any], *, size: int) -> int:
 
 
 def write_bad_images(path: Path, bad: Bad) -> None:
-    """Write one line per bad file: its name and the error. If there is none, write no file."""
+    """Write one line per bad file: its name, in its own bytes, and the error. If there is none, there is no file."""
     if bad:
-        write_bytes(path, "".join(f"{bad[file]}\n" for file in sorted(bad)).encode(errors="surrogateescape"))
+        lines = "".join(f"{printable(bad[file])}\n" for file in sorted(bad))
+        write_bytes(path, lines.encode(errors="surrogateescape"))
+    else:
+        path.unlink(missing_ok=True)
 
 
 def open_images(path: Path, *, canvas: int, channels: int) -> Images:

@@ -165,7 +165,7 @@ def thin(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def read_results(name: str, *, results: Path) -> dict[str, dict[str, Any]]:
     """{cell: its JSON} of the finished cells."""
     files = {cell: results / name / f"{cell}.json" for cell in study_of(name)}
-    return {cell: json.loads(file.read_text()) for cell, file in files.items() if file.exists()}
+    return {cell: json.loads(file.read_bytes()) for cell, file in files.items() if file.exists()}
 
 
 def status(name: str, *, results: Path) -> str:
@@ -259,7 +259,7 @@ def draw_figures(name: str, *, results: Path) -> list[Path]:
         out = results / "figures" / f"curves-{name}-{dataset}"
         drawn.append(figures.draw_curves(curves, keys=CURVES, title=title, out=out, style=style)[0])
         files = {method: results / name / "maps" / f"{dataset}-{method}-seed{SEEDS[0]}.json" for method in PICTURED}
-        records = {title_of(m): json.loads(file.read_text()) for m, file in files.items() if file.exists()}
+        records = {title_of(m): json.loads(file.read_bytes()) for m, file in files.items() if file.exists()}
         if records:
             title, out = f"UMAP of h, {dataset}, test images", results / "figures" / f"umap-{name}-{dataset}"
             drawn.append(figures.draw_maps(records, title=title, out=out)[0])

@@ -1,5 +1,6 @@
 """Files of unknown origin: they run no code, start no program, hang nothing, and are never read twice."""
 
+import dataclasses
 import io
 import os
 import pickle
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from pipeline import TINY, one_thread
 
 from curvssl.config import UserError
 from curvssl.data.arrays import open_array, read_arrays
@@ -23,6 +25,9 @@ from curvssl.data.folders import classes_of, list_images, open_images
 from curvssl.data.named import load
 from curvssl.data.pack import pack
 from curvssl.evaluate import features
+from curvssl.evaluate.runs import embed
+from curvssl.rundir import Run
+from curvssl.train.loop import pretrain
 
 
 @pytest.fixture(autouse=True)
@@ -198,20 +203,82 @@ def test_a_link_into_a_hidden_folder_is_followed(tmp_path: Path):
     assert listed(tmp_path) == ["cats/1.png"]
 
 
-def test_folders_nested_deeper_than_pythons_calls_are_listed(tmp_path: Path):
-    here, deep = os.getcwd(), 1100
+def test_folders_nested_deeper_than_pythons_calls_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    deep = 1100
+    for _ in range(deep):
+        os.mkdir("d")
+        os.chdir("d")
+    Path("x.png").touch()
     try:
-        os.chdir(tmp_path)
+        assert listed(tmp_path) == [f"{'d/' * deep}x.png"]
+    finally:  # pytest could not clean up: shutil.rmtree recurses
+        Path("x.png").unlink()
         for _ in range(deep):
-            os.mkdir("d")
-            os.chdir("d")
-        Path("x.png").touch()
-    finally:
-        os.chdir(here)
-    assert listed(tmp_path) == [f"{'d/' * deep}x.png"]
-    (tmp_path / ("d/" * deep) / "x.png").unlink()
-    for depth in range(deep, 0, -1):  # shutil.rmtree recurses, so that pytest could not clean up
-        os.rmdir(tmp_path / ("d/" * depth))
+            os.chdir("..")
+            os.rmdir("d")
+
+
+# ---- names
+
+NOT_UTF8 = os.fsdecode(b"caf\xe9")
+ODD_NAMES = (
+    *(NOT_UTF8, "two\nlines", "-rf", "$\\frac$", "_hidden from legends", "<b>&\"'", "\x1b[31mred", "%s{}\\", "a: b"),
+    *("\u00e9", "e\u0301", "日本", "\u202eright to left", "x" * 200),  # é as one letter and as two
+)
+
+
+def odd_folder(root: Path) -> Path:
+    """Twelve images and a damaged one under each odd name, in classes of odd names."""
+    for name in ODD_NAMES:
+        for i, file in enumerate(ODD_NAMES[:12]):
+            square(root / name / f"{file}.png", i)
+    (root / NOT_UTF8 / "bad\n\x1b.png").write_bytes(b"no image")
+    (root / NOT_UTF8 / f"bad {NOT_UTF8}.png").write_bytes(b"no image")
+    return root
+
+
+def test_every_odd_name_survives_training_packing_and_embedding(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    root = odd_folder(tmp_path / NOT_UTF8)
+    config = dataclasses.replace(TINY, dataset=f"folder:{root}", epochs=1, warmup_epochs=0, batch_size=64, holdout=0.0)
+    with one_thread():
+        run = pretrain(config, out=tmp_path / f"run {NOT_UTF8}", progress=False)
+        embed(run, root, out=tmp_path / "e.npz")
+    assert Run.read(run.path).config == config
+    assert run.read_json("data.json")["classes"] == sorted(ODD_NAMES)
+    found = read_arrays(tmp_path / "e.npz")["path"].tolist()
+    assert found == sorted(f"{name}/{file}.png" for name in ODD_NAMES for file in ODD_NAMES[:12])
+    assert all((root / name).exists() for name in found)
+    out, shape = pack(root, tmp_path / "packed", size=8, progress=False)
+    assert shape[0] == 12 * len(ODD_NAMES)
+    assert open_array(out)[2] == tuple(sorted(ODD_NAMES))
+    for listing in (out.with_suffix(".bad-images.txt"), tmp_path / "e.npz.bad-images.txt"):
+        lines = listing.read_bytes().split(b"\n")
+        assert lines[0].startswith(rb"caf" + b"\xe9" + rb"/bad\n\x1b.png: UnidentifiedImageError")
+        assert lines[1].startswith(b"caf\xe9/bad caf\xe9.png: UnidentifiedImageError")
+        assert lines[2:] == [b""]
+    assert "\x1b" not in capfd.readouterr().err
+
+
+def test_a_list_of_bad_images_goes_when_there_are_none_any_more(tmp_path: Path):
+    for i in range(40):
+        square(tmp_path / "in" / f"{i}.png", i)
+    (tmp_path / "in" / "0.png").write_bytes(b"no image")
+    listing = pack(tmp_path / "in", tmp_path / "out", size=8, progress=False)[0].with_suffix(".bad-images.txt")
+    assert listing.exists()
+    square(tmp_path / "in" / "0.png")
+    pack(tmp_path / "in", tmp_path / "out", size=8, progress=False)
+    assert not listing.exists()
+
+
+def test_a_run_that_begins_again_has_no_list_of_an_earlier_one(tmp_path: Path):
+    run = Run.create(tmp_path, TINY)
+    (tmp_path / "bad-images.txt").write_text("x.png: damaged")
+    run.append_metrics({"step": 10})
+    run.rewind_metrics(10)
+    assert (tmp_path / "bad-images.txt").exists()  # a resumed run may read only images that come after it
+    run.rewind_metrics(0)
+    assert not (tmp_path / "bad-images.txt").exists()
 
 
 # ---- arrays

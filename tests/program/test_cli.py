@@ -2,9 +2,11 @@
 
 import dataclasses
 import inspect
+import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +193,29 @@ def test_a_reader_that_goes_away_is_no_error():
         f"{sys.executable} -m curvssl data digits | true", shell=True, capture_output=True, text=True, check=False
     )
     assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_without_utf8_gets_every_line(tmp_path: Path):
+    """Names, Greek letters and table rules that its encoding lacks are escaped, and files are UTF-8 all the same."""
+    script = """
+        import os
+        from pathlib import Path
+        from curvssl.cli import main
+        from curvssl.report.page import RunData, render
+
+        tiny = "--preset demo --image-size 8 --epochs 1 --warmup-epochs 0 --batch-size 640 --monitor-every 0".split()
+        out = os.fsdecode(b"run \\xc3\\xbc")  # as it comes from the command line
+        main(["pretrain", *tiny, "--out", out])
+        main(["probe", out, "--seeds", "1", "--no-floors"])
+        render([RunData("run", {"method": "curvssl", "dataset": "\\u00fc"}, {}, [], {})], Path("page.html"))
+        """
+    latin = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    latin |= {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | latin, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "\\u2500" in done.stdout  # the rule of the table
+    assert "ρ" in (tmp_path / "page.html").read_text("utf-8")
 
 
 @pytest.mark.parametrize("rule", ["─", "-"])  # the second is for terminals without UTF-8
