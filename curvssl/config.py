@@ -59,8 +59,8 @@ class AugmentConfig:
         _within("hue", self.hue, 0, 0.5)
         _within("rotation", self.rotation, 0, 180)
         for name, (low, high) in (("crop_scale", self.crop_scale), ("crop_ratio", self.crop_ratio)):
-            if not 0 < low <= high or (name == "crop_scale" and high > 1):
-                raise UserError(f"{name}={(low, high)} needs 0 < low ≤ high{' ≤ 1' if name == 'crop_scale' else ''}")
+            if not 0 < low <= high < math.inf or (name == "crop_scale" and high > 1):
+                raise UserError(f"{name}={(low, high)} needs 0 < low ≤ high {'≤ 1' if name == 'crop_scale' else '< ∞'}")
 
 
 # One field for each setting of any method. The docstring is what --help shows.
@@ -110,6 +110,9 @@ class PretrainConfig(LossSettings):
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, int) and value >= 2**63:  # torch's integers have 64 bits
+                raise UserError(f"{name}={value} needs to be below 2^63")
         for name, known in CHOICES.items():
             if getattr(self, name) not in (*known, OWN if name == "method" else None):
                 raise unknown(name, getattr(self, name), known)
@@ -148,10 +151,10 @@ class PretrainConfig(LossSettings):
         values = dict(values)
         augment: dict[str, Any] = dict(values.pop("augment", {}))
         augment |= {name: tuple(value) for name, value in augment.items() if isinstance(value, list)}
-        known = [f.name for f in dataclasses.fields(cls)]
-        for name in values:
+        known = {f.name for f in (*dataclasses.fields(cls), *dataclasses.fields(AugmentConfig))}
+        for name in (*values, *augment):
             if name not in known:
-                raise unknown("setting", name, known)
+                raise UserError(f"the setting {name!r} was written by a newer version of curvssl: update curvssl")
         return cls(**values, augment=AugmentConfig(**augment))
 
 

@@ -17,15 +17,29 @@ from curvssl.config import UserError
 def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file so that a crash at any moment leaves the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    _clear_parts(path.parent, of=re.escape(path.name))
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(part, "wb") as file:
+            with contextlib.suppress(OSError):  # not every file system has locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _clear_parts(folder: Path, *, of: str = ".+") -> None:
+    """Delete the parts that killed writers left. A writer that lives has a lock on its part."""
+    for name in os.listdir(folder):
+        if re.fullmatch(rf"\.{of}\.[0-9]+\.part", name, re.DOTALL):
+            with contextlib.suppress(OSError):
+                check_regular(folder / name)
+                with open(folder / name, "rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    os.unlink(folder / name)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -64,6 +78,7 @@ def lock(folder: Path, *, waiting: str | None = None) -> Iterator[None]:
                 raise Busy(f"another process trains in {folder}: wait for it, or use another --out") from None
             say(waiting)
             fcntl.flock(file, fcntl.LOCK_EX)
+        _clear_parts(folder)
         yield
 
 

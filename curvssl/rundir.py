@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -36,9 +37,14 @@ class Run:
         if not file.exists():
             raise UserError(f"{path} is not a run directory: it has no config.json; give the --out of a pretraining")
         try:
-            return cls(path, PretrainConfig.from_dict(json.loads(file.read_bytes())))
-        except (json.JSONDecodeError, TypeError) as error:
+            values = json.loads(file.read_bytes())
+            if not isinstance(values, dict):
+                raise TypeError("it does not hold settings")
+            return cls(path, PretrainConfig.from_dict(values))
+        except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
             raise UserError(f"{file} cannot be read ({error}): restore it, or use another --out") from None
+        except UserError as error:
+            raise UserError(f"{file}: {error}") from None
 
     @classmethod
     def create(cls, path: str | Path, config: PretrainConfig) -> "Run":
@@ -82,8 +88,9 @@ class Run:
     # ---- checkpoints ----
 
     def checkpoints(self) -> list[Path]:
-        """Oldest first."""
-        return sorted(self.path.glob("checkpoint-*.pt"), key=lambda p: int(p.stem.split("-")[1]))
+        """Oldest first. Other files, such as checkpoint-best.pt, are the user's own."""
+        own = (file for file in self.path.glob("checkpoint-*.pt") if re.fullmatch(r"checkpoint-[0-9]+\.pt", file.name))
+        return sorted(own, key=lambda file: int(file.stem.split("-")[1]))
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         import torch
@@ -96,8 +103,6 @@ class Run:
         """The newest checkpoint that can be read; one that cannot is reported and deleted."""
         import torch
 
-        for part in self.path.glob(".checkpoint-*.part"):  # left by a process that was killed while writing
-            part.unlink()
         for file in reversed(self.checkpoints()):
             try:
                 return torch.load(file, map_location="cpu", weights_only=True)

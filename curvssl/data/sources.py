@@ -71,8 +71,6 @@ def stored(name: str, sources: Sources, *, root: Path, source: str) -> Arrays:
         return arrays
     try:
         with lock(folder, waiting=f"another process is fetching into {folder}; waiting for it"):
-            for stale in folder.glob(".*.part"):  # left by a killed process: only the owner of the lock writes
-                stale.unlink()
             arrays, damage = _read(name, folder)  # again: another process may have downloaded it in the meantime
             if arrays is not None:
                 return arrays

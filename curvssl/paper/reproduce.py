@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from curvssl.config import PretrainConfig
+from curvssl.config import PretrainConfig, unknown
 from curvssl.data.order import hold_out
 from curvssl.evaluate.features import Features, load
 from curvssl.evaluate.maps import COLOURS
@@ -87,8 +87,11 @@ def run_study(
 
 
 def to_do(name: str, *, results: Path, only: str = "") -> list[str]:
-    """Cells without a result."""
-    return [cell for cell in study_of(name) if only in cell and not (results / name / f"{cell}.json").exists()]
+    """Cells without a result. An error if no cell's name contains `only`."""
+    study = study_of(name)
+    if not any(only in cell for cell in study):
+        raise unknown("cell", only, study)
+    return [cell for cell in study if only in cell and not (results / name / f"{cell}.json").exists()]
 
 
 def finish_cell(study: str, cell: str, config: PretrainConfig, *, results: Path, run_path: Path, source: str) -> None:

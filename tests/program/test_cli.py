@@ -93,7 +93,12 @@ def test_a_preset_gives_the_defaults_and_a_flag_overrides_it_on_either_side(pres
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "demo, pretrain, probe"),
+        ("", "no command was given: demo, pretrain, probe"),
+        ("", "reproduce; curvssl --help explains them"),
+        ("pretrain --out EMPTY", "--out is empty: is a variable of the shell not set?"),
+        ("pretrain --out=", "--out= is empty"),
+        ("pack HERE EMPTY", "is empty"),
+        ("pretrain --dataset folder: --out HERE", "folder: has no path behind the colon"),
         ("pretrian", "unknown command 'pretrian'; did you mean 'pretrain'?"),
         ("pretrain --metod vicreg", "unknown option --metod; did you mean --method?"),
         ("pretrain --augment.flp 0", "did you mean --augment.flip?"),
@@ -122,6 +127,10 @@ def test_a_preset_gives_the_defaults_and_a_flag_overrides_it_on_either_side(pres
         ("probe HERE/unfinished", "run its pretraining to the end first"),
         ("map HERE", "is not a run directory"),
         ("map HERE --of q", "('h', 'z')"),
+        ("map HERE --seed -1", "seed=-1 needs to be 0 or more, and below 2^32"),
+        ("probe HERE --seeds 0", "seeds=0 needs to be 1 or more"),
+        ("reproduce --only curvsl", "unknown cell 'curvsl'; did you mean 'mnist-curvssl-seed"),
+        ("reproduce --only zzz --status", "unknown cell 'zzz'; known: mnist-barlow-twins-seed0"),
         ("embed HERE", "--out"),
         ("embed HERE HERE/file --out HERE/x.npz", "is not a run directory"),
         ("data digit", "did you mean 'digits'?"),
@@ -139,7 +148,7 @@ def test_what_a_user_can_get_wrong_is_one_line_and_exit_code_two(
     (tmp_path / "file").write_text("not a folder")
     Run.create(tmp_path / "unfinished", TINY)
     with pytest.raises(SystemExit) as end:
-        main(words.replace("HERE", str(tmp_path)).split())
+        main(["" if word == "EMPTY" else word for word in words.replace("HERE", str(tmp_path)).split()])
     out, err = capsys.readouterr()
     assert end.value.code == 2
     assert out == ""
