@@ -154,7 +154,7 @@ class PretrainConfig(LossSettings):
         known = {f.name for f in (*dataclasses.fields(cls), *dataclasses.fields(AugmentConfig))}
         for name in (*values, *augment):
             if name not in known:
-                raise UserError(f"the setting {name!r} was written by a newer version of curvssl: update curvssl")
+                raise UserError(f"setting {name!r} is unknown, so it was written by a newer version: update curvssl")
         return cls(**values, augment=AugmentConfig(**augment))
 
 
