@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import sys
@@ -14,14 +15,19 @@ import tyro
 from tyro.conf import Positional
 
 from curvssl.config import PRESETS, PretrainConfig, UserError, unknown
+from curvssl.files import say
 from curvssl.methods import title_of
 
+MAY_BE_EMPTY = ("--only", "--preset")
 TITLE = "Self-supervised learning by curvature alignment. `curvssl demo` shows the whole of it in two minutes."
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run one command. An error that the user can fix is printed as one line, with exit code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a file name, or a Greek letter, may have no place in the encoding
+            stream.reconfigure(errors="backslashreplace")
     try:
         _parse(arguments)
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -55,11 +61,14 @@ def fail(line: str) -> None:
     if not speaks():
         time.sleep(2)  # if rank 0 has the same error, torchrun ends the other ranks before they repeat it
         line = f"rank {os.environ['RANK']}: {line}"
-    print(f"curvssl: {line}", file=sys.stderr)
+    say(line)
     sys.exit(2)
 
 
 def _parse(arguments: list[str]) -> None:
+    for option, value in itertools.pairwise(["", *arguments]):
+        if (value == "" and option not in MAY_BE_EMPTY) or (value.startswith("--") and value.endswith("=")):
+            raise UserError(f"{value or option or 'an argument'} is empty: is a variable of the shell not set?")
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -79,6 +88,8 @@ def one_line(box: str) -> str:
     text = re.sub(r"\s+", " ", " ".join(filter(None, lines[1:])))
     text = re.split(r" For full helptext| Argument helptext", text)[0]
     text = re.sub(r"^Error parsing __tyro\S+: ", "", text)
+    if words := re.fullmatch(r"Expected one of \{(.+)\}\.?", text):
+        return f"no command was given: {words[1]}; curvssl --help explains them"
     if words := re.fullmatch(r"Unrecognized options: (\S+) Available subcommands: (.+)", text):
         return str(unknown("command", words[1], words[2].split(", ")))
     if words := re.match(r"Unrecognized options: ([^,]+).*? Perhaps you meant: (--[\w.-]+)", text):
@@ -160,6 +171,8 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
             from curvssl.evaluate.runs import probe, probe_rows, table
             from curvssl.rundir import Run
 
+            if seeds < 1:
+                raise UserError(f"seeds={seeds} needs to be 1 or more")
             here = Run.read(run)
             results = probe(here, source=source, seeds=range(seeds), floors=floors)
             rows = {name: results.pop(name) for name in ("raw pixels", "random encoder") if name in results}
@@ -189,6 +202,8 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
             from curvssl.evaluate.runs import draw_map
             from curvssl.rundir import Run
 
+            if not 0 <= seed < 2**32:
+                raise UserError(f"seed={seed} needs to be 0 or more, and below 2^32")
             print(draw_map(Run.read(run), of=of, split=split, seed=seed, source=source))
 
         return go
@@ -323,6 +338,7 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
         def go() -> None:
             from curvssl.paper import reproduce
 
+            reproduce.to_do(study, results=results, only=only)  # an error if there is no such cell
             if not (status or table):
                 reproduce.run_study(study, results=results, runs=runs, minutes=minutes, only=only, source=source)
             print(reproduce.status(study, results=results))

@@ -59,8 +59,8 @@ class AugmentConfig:
         _within("hue", self.hue, 0, 0.5)
         _within("rotation", self.rotation, 0, 180)
         for name, (low, high) in (("crop_scale", self.crop_scale), ("crop_ratio", self.crop_ratio)):
-            if not 0 < low <= high or (name == "crop_scale" and high > 1):
-                raise UserError(f"{name}={(low, high)} needs 0 < low ≤ high{' ≤ 1' if name == 'crop_scale' else ''}")
+            if not 0 < low <= high < math.inf or (name == "crop_scale" and high > 1):
+                raise UserError(f"{name}={(low, high)} needs 0 < low ≤ high {'≤ 1' if name == 'crop_scale' else '< ∞'}")
 
 
 # How the colours of local views differ from those of the global ones; what is not given is the same.
@@ -124,6 +124,9 @@ class PretrainConfig(LossSettings):
     local: Colours = field(default_factory=Colours)
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, int) and value >= 2**63:  # torch's integers have 64 bits
+                raise UserError(f"{name}={value} needs to be below 2^63")
         for name, known in CHOICES.items():
             if getattr(self, name) not in (*known, OWN if name == "method" else None):
                 raise unknown(name, getattr(self, name), known)
@@ -176,10 +179,10 @@ class PretrainConfig(LossSettings):
         """The inverse of `to_dict`, through JSON, where tuples have become lists."""
         values = _with_tuples(values)
         augment, local = _with_tuples(values.pop("augment", {})), values.pop("local", {})
-        known = [f.name for f in dataclasses.fields(cls)]
-        for name in values:
+        known = {f.name for kind in (cls, AugmentConfig, Colours) for f in dataclasses.fields(kind)}
+        for name in (*values, *augment, *local):
             if name not in known:
-                raise unknown("setting", name, known)
+                raise UserError(f"setting {name!r} is unknown, so it was written by a newer version: update curvssl")
         return cls(**values, augment=AugmentConfig(**augment), local=Colours(**local))
 
 

@@ -4,6 +4,8 @@ import contextlib
 import fcntl
 import json
 import os
+import re
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +17,12 @@ from curvssl.config import UserError
 def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file so that a crash at any moment leaves the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    _clear_parts(path.parent, of=re.escape(path.name))
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(part, "wb") as file:
+            with contextlib.suppress(OSError):  # not every file system has locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -26,12 +31,32 @@ def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> None:
         part.unlink(missing_ok=True)
 
 
+def _clear_parts(folder: Path, *, of: str = ".+") -> None:
+    """Delete the parts that killed writers left. A writer that lives has a lock on its part."""
+    for name in os.listdir(folder):
+        if re.fullmatch(rf"\.{of}\.[0-9]+\.part", name, re.DOTALL):
+            with contextlib.suppress(OSError):
+                check_regular(folder / name)
+                with open(folder / name, "rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    os.unlink(folder / name)
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     write_atomic(path, lambda file: file.write(data))
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+    # A file name that is not UTF-8 has lone surrogates: \udc.., which is also how JSON writes them.
+    write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
+
+
+def check_regular(path: str | Path) -> None:
+    """An OSError unless this is a file, or a link to one: whoever opens a named pipe waits for a writer, for ever."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+        raise OSError(f"{path} is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a file")
 
 
 class Busy(UserError):
@@ -53,9 +78,15 @@ def lock(folder: Path, *, waiting: str | None = None) -> Iterator[None]:
                 raise Busy(f"another process trains in {folder}: wait for it, or use another --out") from None
             say(waiting)
             fcntl.flock(file, fcntl.LOCK_EX)
+        _clear_parts(folder)
         yield
 
 
 def say(line: str) -> None:
     """Print one line for the user on stderr."""
-    print(f"curvssl: {line}", file=sys.stderr, flush=True)
+    print(f"curvssl: {printable(line)}", file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """Text in one line: a file name may hold newlines, and characters that a terminal takes for commands."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda found: repr(found[0])[1:-1], text)

@@ -112,6 +112,8 @@ def angular_defect(vertices: Tensor, faces: Sequence[Sequence[int]] | Tensor) ->
     for face in faces.tolist() if isinstance(faces, Tensor) else faces:
         if len(face) < 3:
             raise ValueError(f"face {list(face)} has {len(face)} vertices: a polygon needs 3 or more")
+        if not 0 <= min(face) <= max(face) < len(vertices):
+            raise ValueError(f"face {list(face)} has vertices outside 0 … {len(vertices) - 1}: number them from 0")
         by_length.setdefault(len(face), []).append(list(face))
     for group in by_length.values():
         corners = torch.tensor(group, device=vertices.device)  # (f, m)
@@ -284,6 +286,14 @@ def _points(x: Any, *, k: int | None = None, least: int = 2, neighbors: Tensor |
             raise ValueError(
                 f"neighbors have shape {tuple(neighbors.shape)}: needed ({len(x)}, k), one row a point, k of 2 or more"
             )
+        if neighbors.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"neighbors are {neighbors.dtype}: needed the rows' numbers, int64")
+        # On other devices the host would wait for the values, and traced tensors (a subclass) have none.
+        readable = type(neighbors) is Tensor and neighbors.device.type == "cpu" and not torch.compiler.is_compiling()
+        if readable and neighbors.numel():
+            low, high = neighbors.aminmax()
+            if low < 0 or high >= len(x):
+                raise ValueError(f"neighbors are {low} … {high}: needed row numbers of x, 0 … {len(x) - 1}")
     elif k is not None:
         check_k(k, n=len(x), least=least)
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -36,9 +37,14 @@ class Run:
         if not file.exists():
             raise UserError(f"{path} is not a run directory: it has no config.json; give the --out of a pretraining")
         try:
-            return cls(path, PretrainConfig.from_dict(json.loads(file.read_text())))
-        except (json.JSONDecodeError, TypeError) as error:
+            values = json.loads(file.read_bytes())
+            if not isinstance(values, dict):
+                raise TypeError("it does not hold settings")
+            return cls(path, PretrainConfig.from_dict(values))
+        except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
             raise UserError(f"{file} cannot be read ({error}): restore it, or use another --out") from None
+        except UserError as error:
+            raise UserError(f"{file}: {error}") from None
 
     @classmethod
     def create(cls, path: str | Path, config: PretrainConfig) -> "Run":
@@ -61,27 +67,30 @@ class Run:
         """One row per epoch, up to the first half-written line, which a crash may leave."""
         file = self.path / "metrics.jsonl"
         rows = []
-        for line in file.read_text().splitlines() if file.exists() else []:
+        for line in file.read_bytes().splitlines() if file.exists() else []:
             try:
                 rows.append(json.loads(line))
-            except json.JSONDecodeError:
+            except ValueError:
                 break
         return rows
 
     def append_metrics(self, row: dict[str, Any]) -> None:
-        with open(self.path / "metrics.jsonl", "a") as file:
+        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def rewind_metrics(self, step: int) -> None:
         """Delete the rows after the checkpoint from which training resumes, and half-written lines."""
+        if step == 0:
+            (self.path / "bad-images.txt").unlink(missing_ok=True)  # of an earlier run
         kept = [json.dumps(row) + "\n" for row in self.metrics() if row["step"] <= step]
         write_bytes(self.path / "metrics.jsonl", "".join(kept).encode())
 
     # ---- checkpoints ----
 
     def checkpoints(self) -> list[Path]:
-        """Oldest first."""
-        return sorted(self.path.glob("checkpoint-*.pt"), key=lambda p: int(p.stem.split("-")[1]))
+        """Oldest first. Other files, such as checkpoint-best.pt, are the user's own."""
+        own = (file for file in self.path.glob("checkpoint-*.pt") if re.fullmatch(r"checkpoint-[0-9]+\.pt", file.name))
+        return sorted(own, key=lambda file: int(file.stem.split("-")[1]))
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         import torch
@@ -94,8 +103,6 @@ class Run:
         """The newest checkpoint that can be read; one that cannot is reported and deleted."""
         import torch
 
-        for part in self.path.glob(".checkpoint-*.part"):  # left by a process that was killed while writing
-            part.unlink()
         for file in reversed(self.checkpoints()):
             try:
                 return torch.load(file, map_location="cpu", weights_only=True)
@@ -143,15 +150,16 @@ class Run:
 
     def load_net(self, *, encoder: "nn.Module | None" = None) -> "Net":
         """Encoder and projector of a finished run, in eval mode; an own encoder's weights are loaded into `encoder`."""
-        from safetensors import safe_open
+        from safetensors.torch import load
 
         if not self.finished:
             raise UserError(f"{self.path} has no encoder.safetensors yet: run its pretraining to the end first")
         weights: dict[str, dict[str, Any]] = {}
         for name in ("encoder", "projector"):
-            with safe_open(self.path / f"{name}.safetensors", "pt") as file:
-                weights[name] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-                channels = int(file.metadata()["channels"])
+            data = (self.path / f"{name}.safetensors").read_bytes()  # safe_open takes no path that is not UTF-8
+            weights[name] = load(data)
+            described = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])  # its length, then JSON
+            channels = int(described["__metadata__"]["channels"])
         net = self.make_net(channels=channels, encoder=encoder)
         net.encoder.load_state_dict(weights["encoder"])
         net.projector.load_state_dict(weights["projector"])
@@ -159,7 +167,7 @@ class Run:
 
     def read_json(self, name: str) -> dict[str, Any]:
         file = self.path / name
-        return json.loads(file.read_text()) if file.exists() else {}
+        return json.loads(file.read_bytes()) if file.exists() else {}
 
 
 def load_encoder(path: str | Path, *, encoder: "nn.Module | None" = None) -> "nn.Module":

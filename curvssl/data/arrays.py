@@ -1,6 +1,8 @@
 """Read one uint8 array on disk, .npy or .npz, as images (N, C, H, W) and labels."""
 
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,11 @@ from torch import Tensor
 
 from curvssl.config import UserError
 from curvssl.data.images import Bad, Images, blank, why
+from curvssl.data.memory import free_memory
+from curvssl.files import check_regular
+
+SAVE = "give a file of numpy.save or savez"
+CLASSES = 1_000_000  # labels without names may be below this
 
 
 @dataclass(frozen=True)
@@ -51,32 +58,52 @@ def open_array(path: Path) -> tuple[np.ndarray, Tensor | None, tuple[str, ...]]:
     A .npy stays on disk; its labels may be next to it in NAME.labels.npz. A .npz has the entry images and, if there are
     labels, the entries labels and classes.
     """
-    try:
-        if path.suffix == ".npz":
-            entries = _entries(path)
-            if "images" not in entries and len(entries) > 1:
-                raise UserError(f"{path} has the entries {', '.join(entries)}: call the pixels images")
-            images = entries.pop("images") if "images" in entries else entries.popitem()[1]
-        else:
+    beside = path.with_suffix(".labels.npz")
+    if path.suffix == ".npz":
+        entries = read_arrays(path)
+        if "images" not in entries and len(entries) != 1:
+            raise UserError(f"{path} has the entries {', '.join(entries) or 'none'}: call the pixels images")
+        images = entries.pop("images") if "images" in entries else entries.popitem()[1]
+    else:
+        with _reading(path):
+            check_regular(path)
             with open(path, "rb") as opened:  # np.load would not close a broken file
                 np.lib.format.read_magic(opened)
-            images, beside = np.load(path, mmap_mode="r"), path.with_suffix(".labels.npz")
-            entries = _entries(beside) if beside.exists() else {}
-    except UserError:
-        raise
-    except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror or error}): give a .npy or .npz file") from error
-    except (ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} is no array of numbers ({why(error)}): save it with numpy.save or savez") from error
+            images = np.load(path, mmap_mode="r")
+        entries = read_arrays(beside) if beside.exists() else {}
     if images.dtype != np.uint8:
         raise UserError(f"{path} holds {images.dtype}: needed uint8, 0 … 255; scale and convert it first")
     pixels = channels_first(images, path=path)
     return pixels, *_labels(entries, n=len(pixels), path=path)
 
 
-def _entries(path: Path) -> dict[str, np.ndarray]:
-    with open(path, "rb") as opened, np.load(opened) as file:
-        return {name: file[name] for name in file.files}
+def read_arrays(path: Path, *, remedy: str = SAVE) -> dict[str, np.ndarray]:
+    """All arrays of an .npz file. Pickles are refused, and so are arrays that are larger than the memory."""
+    with _reading(path, remedy=remedy):
+        check_regular(path)
+        with zipfile.ZipFile(path) as archive:
+            need, free = sum(entry.file_size for entry in archive.infolist()), free_memory()
+            if need > free:
+                raise UserError(f"{path} unpacks to {need / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free: {remedy}")
+        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        for name, array in arrays.items():
+            if not isinstance(array, np.ndarray):
+                raise ValueError(f"the entry {name} is no array")
+        return arrays
+
+
+@contextmanager
+def _reading(path: Path, *, remedy: str = SAVE) -> Iterator[None]:
+    """One line for whatever goes wrong in a file: a damaged header can raise almost any error."""
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror or error}): {remedy}") from error
+    except Exception as error:
+        raise UserError(f"{path} is no array of numbers ({why(error)}): {remedy}") from error
 
 
 def channels_first(pixels: np.ndarray, *, path: Path | str) -> np.ndarray:
@@ -98,12 +125,13 @@ def channels_first(pixels: np.ndarray, *, path: Path | str) -> np.ndarray:
 
 
 def _labels(entries: dict[str, Any], *, n: int, path: Path) -> tuple[Tensor | None, tuple[str, ...]]:
-    if "labels" not in entries:
+    if "labels" not in entries or n == 0:
         return None, ()
     labels = entries["labels"]
     if labels.shape != (n,) or labels.dtype.kind not in "iu" or labels.min() < 0:
         raise UserError(f"the labels of {path} are {labels.dtype} {labels.shape}: needed ({n},) whole numbers ≥ 0")
-    names = entries.get("classes", np.arange(int(labels.max()) + 1))
-    if labels.max() >= len(names):
-        raise UserError(f"{path} has a label {labels.max()} and {len(names)} class names: name them all")
+    names = entries.get("classes", np.arange(min(int(labels.max()) + 1, CLASSES)))
+    if names.ndim != 1 or labels.max() >= len(names):
+        what = f"a label {labels.max()} and {names.size:,} class names"
+        raise UserError(f"{path} has {what}: number the classes from 0, and name them all in one list")
     return torch.from_numpy(labels.astype(np.int64)), tuple(map(str, names))

@@ -11,10 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from curvssl.files import check_regular
+
 SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".jp2", ".avif", ".tga"),
     *(".ppm", ".pgm", ".pbm", ".pnm"),
 )
+# Pillow's names of the formats that are decoded, whatever a file's suffix says. Pillow knows more, and hands one of
+# them, PostScript, to another program.
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "JPEG2000", "PPM", "TGA", "AVIF")
 GREY = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16L", "I;16B", "I;16N"})
 DEEP = frozenset({"I", "I;16", "I;16L", "I;16B", "I;16N"})  # 16-bit grey
 
@@ -71,7 +76,8 @@ def flattened(image: Any, *, mode: str) -> Any:
 def _opened(path: str) -> Any:
     from PIL import Image
 
-    return Image.open(path)
+    check_regular(path)
+    return Image.open(path, formats=FORMATS)
 
 
 class _strict(warnings.catch_warnings):

@@ -23,7 +23,7 @@ from curvssl.data.decode import SUFFIXES, decode, header, is_image
 from curvssl.data.images import Bad, DecodedImages, Images, check_share, own_cores, why
 from curvssl.data.named import Dataset, Split, moments
 from curvssl.data.order import test_split
-from curvssl.files import say, write_bytes
+from curvssl.files import printable, say, write_bytes
 
 CANVAS = 1.15  # times the image size: the side of the squares that files are decoded to
 SAMPLE = 1000  # images from which canvas, channels, mean and standard deviation are computed
@@ -96,7 +96,7 @@ def list_images(root: Path) -> Names:
         what = "is a file: use array: for .npy and .npz" if root.exists() else "does not exist"
         raise UserError(f"the folder {root} {what}")
     block, ends = bytearray(), packed("q")
-    for name in _walk(str(root), "", ()):
+    for name in _walk(str(root)):
         block += os.fsencode(name)
         ends.append(len(block))
     if not ends:
@@ -104,22 +104,50 @@ def list_images(root: Path) -> Names:
     return Names(bytes(block), np.array(ends, dtype=np.int64))
 
 
-def _walk(folder: str, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
-    try:
-        there = os.stat(folder)
-        with os.scandir(folder) as entries:
-            found = sorted(entries, key=lambda entry: entry.name)
-    except OSError as error:
-        raise UserError(f"cannot list {folder} ({error.strerror}): mend its permissions") from error
-    if (there.st_dev, there.st_ino) in above:
-        return  # a link back to a parent folder
-    for entry in found:
-        if entry.name.startswith("."):
+def _walk(root: str) -> Iterator[str]:
+    """Names of the image files below the root; in each folder, files and folders are in the order of their names.
+
+    Every folder is listed once, however folders are linked to each other: a link to a folder below the root is left
+    out, because that folder is listed where it lies, and of several links to another folder the first is followed.
+    """
+    top = os.path.realpath(root)
+    seen = {top}
+    levels = [("", top, _entries(root))]  # no recursion: folders may be nested deeper than Python's calls
+    while levels:
+        prefix, real, entries = levels[-1]
+        entry = next(entries, None)
+        if entry is None:
+            levels.pop()
+        elif entry.name.startswith("."):
             continue
-        if entry.is_dir():
-            yield from _walk(entry.path, f"{prefix}{entry.name}/", (*above, (there.st_dev, there.st_ino)))
+        elif _is_folder(entry):
+            there = os.path.realpath(entry.path) if entry.is_symlink() else os.path.join(real, entry.name)
+            if there not in seen and not (entry.is_symlink() and _is_listed(there, top)):
+                seen.add(there)
+                levels.append((f"{prefix}{entry.name}/", there, _entries(entry.path)))
         elif is_image(entry.name):
             yield prefix + entry.name
+
+
+def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return iter(sorted(entries, key=lambda entry: entry.name))
+    except OSError as error:
+        raise UserError(f"cannot list {folder} ({error.strerror}): mend or remove it") from error
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself, or into a folder that may not be entered
+        return False
+
+
+def _is_listed(folder: str, top: str) -> bool:
+    """Whether a folder lies below the top, and not in a hidden folder."""
+    below = os.path.join(top, "")
+    return folder.startswith(below) and "/." not in folder[len(below) - 1 :]
 
 
 def classes_of(names: Names) -> tuple[tuple[str, ...], Tensor | None]:
@@ -176,9 +204,12 @@ def canvas_of(known: dict[str, Any], *, size: int) -> int:
 
 
 def write_bad_images(path: Path, bad: Bad) -> None:
-    """Write one line per bad file: its name and the error. If there is none, write no file."""
+    """Write one line per bad file: its name, in its own bytes, and the error. If there is none, there is no file."""
     if bad:
-        write_bytes(path, "".join(f"{bad[file]}\n" for file in sorted(bad)).encode(errors="surrogateescape"))
+        lines = "".join(f"{printable(bad[file])}\n" for file in sorted(bad))
+        write_bytes(path, lines.encode(errors="surrogateescape"))
+    else:
+        path.unlink(missing_ok=True)
 
 
 def open_images(path: Path, *, canvas: int, channels: int) -> Images:

@@ -68,6 +68,8 @@ def load(name: str, *, root: Path | None = None, source: str = "auto", size: int
         )
     prefix, _, rest = name.partition(":")
     if prefix in PREFIXES and prefix != name:
+        if not rest:
+            raise UserError(f"{name} has no path behind the colon: is a variable of the shell not set?")
         return PREFIXES[prefix](rest, size=size)
     if name not in DATASETS:
         raise unknown("dataset", name, [*DATASETS, *(f"{prefix}:PATH" for prefix in PREFIXES)])

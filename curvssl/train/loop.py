@@ -223,7 +223,8 @@ def _train(
         row["seconds"] = seconds + time.monotonic() - started
         unreadable = data.train.images.exchange_bad()
         if main:
-            write_bad_images(run.path / "bad-images.txt", unreadable)
+            if unreadable:  # a resumed run may not have come to them again yet
+                write_bad_images(run.path / "bad-images.txt", unreadable)
             run.append_metrics(row)
             chart(row)
         measured, epoch_started, epoch_first = None, time.monotonic(), row["step"]

@@ -1,6 +1,7 @@
 """Metrics during training (spread and rank of embeddings, ρ, a kNN on held-out images), with warnings and charts."""
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -182,9 +183,12 @@ def progress_bar(last: int, done: int, *, hidden: bool, title: str) -> Iterator[
 @contextmanager
 def tensorboard(folder: Path, *, done: int) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yields a function that charts a row of metrics in TensorBoard, or does nothing if that is not installed."""
+    usable = os.fsencode(folder) == str(folder).encode(errors="replace")  # TensorBoard writes every path as UTF-8
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
+        usable = False
+    if not usable:
         yield lambda row: None
         return
     # Steps after the checkpoint are taken again: purge_step hides what an interrupted process charted for them.

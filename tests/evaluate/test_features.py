@@ -122,10 +122,10 @@ def test_a_missing_a_truncated_and_a_foreign_file_are_named_in_one_line(tmp_path
         load(path)
     save(Features(torch.randn(50, 30)), path)
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(UserError, match="not a whole file"):
+    with pytest.raises(UserError, match="delete it, and it will be made again"):
         load(path)
     np.savez(path, other=np.zeros(3))
-    with pytest.raises(UserError, match="not a whole file"):
+    with pytest.raises(UserError, match="delete it, and it will be made again"):
         load(path)
 
 

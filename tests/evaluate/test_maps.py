@@ -109,3 +109,11 @@ def test_a_saved_map_holds_the_points_and_which_images_they_are(tmp_path: Path):
     save(xy, tmp_path / "map.npz")
     with np.load(tmp_path / "map.npz") as file:
         np.testing.assert_array_equal(file["index"], np.arange(6))
+
+
+def test_a_class_may_have_any_name(tmp_path: Path):
+    x, y = clusters()
+    odd = ("$\\frac$", "caf\udce9", "日本\x1b\n" + "x" * 200)  # no formula, not UTF-8, no glyph and too long
+    png, pdf = draw(x[:, :2], labels=y, classes=odd, title="a $b_ of caf\udce9 $", out=tmp_path / "map")
+    assert png.stat().st_size > 1000
+    assert pdf.stat().st_size > 1000

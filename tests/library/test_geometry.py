@@ -346,3 +346,17 @@ def test_unknown_kernel_unknown_gamma_and_a_face_of_two_vertices_are_told() -> N
         kernel_curvature(X, k=2, gamma="mean")
     with pytest.raises(ValueError, match=r"face \[0, 1\] has 2 vertices: a polygon needs 3 or more"):
         angular_defect(X, [[0, 1]])
+
+
+@pytest.mark.parametrize("row", [-1, 6])
+def test_a_neighbour_that_is_no_row_is_told(row: int) -> None:
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    neighbors = torch.tensor([[1, 2]] * 5 + [[0, row]])
+    low, high = min(row, 0), max(row, 2)
+    for measure in (curvature, kernel_curvature, polyhedron_curvature):
+        with pytest.raises(ValueError, match=rf"neighbors are {low} … {high}: needed row numbers of x, 0 … 5"):
+            measure(x, neighbors=neighbors)
+        with pytest.raises(ValueError, match=r"neighbors are torch\.float32"):
+            measure(x, neighbors=neighbors.float())
+    with pytest.raises(ValueError, match=r"vertices outside 0 … 5"):
+        angular_defect(x, [[0, 1, row]])

@@ -2,9 +2,11 @@
 
 import dataclasses
 import inspect
+import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +93,12 @@ def test_a_preset_gives_the_defaults_and_a_flag_overrides_it_on_either_side(pres
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "demo, pretrain, probe"),
+        ("", "no command was given: demo, pretrain, probe"),
+        ("", "reproduce; curvssl --help explains them"),
+        ("pretrain --out EMPTY", "--out is empty: is a variable of the shell not set?"),
+        ("pretrain --out=", "--out= is empty"),
+        ("pack HERE EMPTY", "is empty"),
+        ("pretrain --dataset folder: --out HERE", "folder: has no path behind the colon"),
         ("pretrian", "unknown command 'pretrian'; did you mean 'pretrain'?"),
         ("pretrain --metod vicreg", "unknown option --metod; did you mean --method?"),
         ("pretrain --augment.flp 0", "did you mean --augment.flip?"),
@@ -120,6 +127,10 @@ def test_a_preset_gives_the_defaults_and_a_flag_overrides_it_on_either_side(pres
         ("probe HERE/unfinished", "run its pretraining to the end first"),
         ("map HERE", "is not a run directory"),
         ("map HERE --of q", "('h', 'z')"),
+        ("map HERE --seed -1", "seed=-1 needs to be 0 or more, and below 2^32"),
+        ("probe HERE --seeds 0", "seeds=0 needs to be 1 or more"),
+        ("reproduce --only curvsl", "unknown cell 'curvsl'; did you mean 'mnist-curvssl-seed"),
+        ("reproduce --only zzz --status", "unknown cell 'zzz'; known: mnist-barlow-twins-seed0"),
         ("embed HERE", "--out"),
         ("embed HERE HERE/file --out HERE/x.npz", "is not a run directory"),
         ("data digit", "did you mean 'digits'?"),
@@ -137,7 +148,7 @@ def test_what_a_user_can_get_wrong_is_one_line_and_exit_code_two(
     (tmp_path / "file").write_text("not a folder")
     Run.create(tmp_path / "unfinished", TINY)
     with pytest.raises(SystemExit) as end:
-        main(words.replace("HERE", str(tmp_path)).split())
+        main(["" if word == "EMPTY" else word for word in words.replace("HERE", str(tmp_path)).split()])
     out, err = capsys.readouterr()
     assert end.value.code == 2
     assert out == ""
@@ -191,6 +202,29 @@ def test_a_reader_that_goes_away_is_no_error():
         f"{sys.executable} -m curvssl data digits | true", shell=True, capture_output=True, text=True, check=False
     )
     assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_without_utf8_gets_every_line(tmp_path: Path):
+    """Names, Greek letters and table rules that its encoding lacks are escaped, and files are UTF-8 all the same."""
+    script = """
+        import os
+        from pathlib import Path
+        from curvssl.cli import main
+        from curvssl.report.page import RunData, render
+
+        tiny = "--preset demo --image-size 8 --epochs 1 --warmup-epochs 0 --batch-size 640 --monitor-every 0".split()
+        out = os.fsdecode(b"run \\xc3\\xbc")  # as it comes from the command line
+        main(["pretrain", *tiny, "--out", out])
+        main(["probe", out, "--seeds", "1", "--no-floors"])
+        render([RunData("run", {"method": "curvssl", "dataset": "\\u00fc"}, {}, [], {})], Path("page.html"))
+        """
+    latin = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    latin |= {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | latin, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "\\u2500" in done.stdout  # the rule of the table
+    assert "ρ" in (tmp_path / "page.html").read_text("utf-8")
 
 
 @pytest.mark.parametrize("rule", ["─", "-"])  # the second is for terminals without UTF-8

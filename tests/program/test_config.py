@@ -78,7 +78,10 @@ def test_a_mistyped_choice_is_answered_with_the_nearest_one(name: str):
         ({"lr": math.nan}, "lr=nan"),
         ({"lr": math.inf}, "lr=inf"),
         ({"weight_decay": -1.0}, "weight_decay=-1.0 needs to be 0 or more"),
-        ({"seed": -1}, "seed=-1"),
+        ({"seed": -1}, "seed=-1 needs to be 0 or more"),
+        ({"seed": 2**63}, "seed=9223372036854775808 needs to be below 2^63"),
+        ({"seed": 10**400}, "needs to be below 2^63"),
+        ({"epochs": 10**400}, "needs to be below 2^63"),
         ({"momentum": 1.5}, "momentum=1.5 needs to be between 0 and 1"),
         ({"holdout": 0.9}, "holdout=0.9"),
         ({"k": 1}, "k=1 has no pair of neighbours"),
@@ -86,6 +89,7 @@ def test_a_mistyped_choice_is_answered_with_the_nearest_one(name: str):
         ({"warmup_epochs": 200.0}, "warmup_epochs=200.0 is longer than the run's epochs=100"),
         ({"gamma": -1.0}, "gamma=-1.0 needs to be a positive number"),
         ({"gamma": math.inf}, "gamma=inf needs to be a positive number"),
+        ({"gamma": math.nan}, "gamma=nan needs to be a positive number"),
         ({"kernel": "rfb"}, "unknown kernel 'rfb'; did you mean 'rbf'"),
         ({"alpha_curv": -1.0}, "alpha_curv=-1.0 needs to be 0 or more"),
         ({"gamma": "medin"}, "unknown gamma 'medin'; did you mean 'median'"),
@@ -106,6 +110,8 @@ def test_a_value_that_cannot_be_is_refused_when_the_configuration_is_made(settin
         ({"rotation": -1.0}, "rotation=-1.0"),
         ({"crop_scale": (0.5, 1.2)}, "crop_scale=(0.5, 1.2) needs 0 < low ≤ high ≤ 1"),
         ({"crop_ratio": (2.0, 1.0)}, "crop_ratio=(2.0, 1.0) needs 0 < low ≤ high"),
+        ({"crop_ratio": (1.0, math.inf)}, "crop_ratio=(1.0, inf) needs 0 < low ≤ high < ∞"),
+        ({"crop_ratio": (math.nan, 1.0)}, "crop_ratio=(nan, 1.0) needs 0 < low ≤ high < ∞"),
     ],
 )
 def test_an_augmentation_that_cannot_be_is_refused(setting: dict[str, Any], said: str):
@@ -114,9 +120,10 @@ def test_an_augmentation_that_cannot_be_is_refused(setting: dict[str, Any], said
     assert said in str(error.value)
 
 
-def test_an_unknown_setting_in_a_file_is_answered_with_the_nearest_one():
-    with pytest.raises(UserError, match="unknown setting 'epoch'; did you mean 'epochs'"):
-        PretrainConfig.from_dict({"epoch": 3})
+@pytest.mark.parametrize("values", [{"views": 3}, {"augment": {"views": 3}}])
+def test_an_unknown_setting_in_a_file_was_written_by_a_newer_version(values: dict[str, Any]):
+    with pytest.raises(UserError, match="'views' is unknown, so it was written by a newer version"):
+        PretrainConfig.from_dict(values)
 
 
 def test_a_name_like_no_other_gets_the_list_alone():

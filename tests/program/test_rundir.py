@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -26,6 +28,27 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_part(tmp_path: Path):
         write_atomic(file, fail)
     assert file.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_what_a_killed_writer_left_goes_and_what_a_living_one_writes_stays(tmp_path: Path):
+    stale = [tmp_path / name for name in (".checkpoint-12.pt.1.part", ".a\nb.2.part", ".x.npy.3.part")]
+    for part in stale:
+        part.write_bytes(b"killed while writing")
+    others = [tmp_path / name for name in (".movie.part", "x.npy.3.part", ".x.npy.old.part")]
+    for other in others:
+        other.touch()
+    os.mkfifo(tmp_path / ".pipe.4.part")
+
+    def write(file: BinaryIO) -> None:
+        assert not stale[2].exists()  # of the same file
+        assert stale[0].exists()  # of another one: perhaps its writer only has no lock
+        with lock(tmp_path):
+            assert not any(part.exists() for part in stale)
+        file.write(b"alive")
+
+    write_atomic(tmp_path / "x.npy", write)
+    assert (tmp_path / "x.npy").read_bytes() == b"alive"
+    assert all(other.exists() for other in others)
 
 
 def test_a_run_remembers_its_configuration(tmp_path: Path):
@@ -67,13 +90,18 @@ def test_what_is_not_a_run_says_so(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", '{"epochs": 3', '{"epochs": "three"}', '{"augment": {"flop": 1}}', '{"epoch": 3}']
+    "text",
+    [
+        *("", "3", "[]", "\xff{", '{"epochs": 3', '{"epochs": "three"}', '{"epochs": 0}'),
+        *('{"augment": {"flop": 1}}', '{"epoch": 3}'),
+    ],
 )
-def test_a_broken_configuration_is_one_line(tmp_path: Path, text: str):
-    (tmp_path / "config.json").write_text(text)
+def test_a_broken_configuration_is_one_line_with_the_name_of_the_file(tmp_path: Path, text: str):
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError) as error:
         Run.read(tmp_path)
     assert "\n" not in str(error.value)
+    assert str(error.value).startswith(str(tmp_path / "config.json"))
 
 
 def test_a_half_written_line_ends_the_metrics(tmp_path: Path):
@@ -97,13 +125,24 @@ def test_the_last_two_checkpoints_are_kept_and_a_truncated_one_falls_back(
     assert [file.name for file in run.checkpoints()] == ["checkpoint-10.pt", "checkpoint-11.pt"]
     newest = run.checkpoints()[-1]
     newest.write_bytes(newest.read_bytes()[:-1000])
-    (tmp_path / ".checkpoint-12.pt.1.part").write_bytes(b"killed while writing")
     state = run.load_checkpoint()
     assert state is not None
     assert state["step"] == 10
     assert torch.equal(state["net"], torch.full((1000,), 10.0))
     assert "checkpoint-11.pt cannot be read" in capsys.readouterr().err
     assert [file.name for file in tmp_path.glob("*checkpoint*")] == ["checkpoint-10.pt"]
+
+
+def test_a_file_that_is_no_checkpoint_by_its_name_is_the_users_own(tmp_path: Path):
+    run = Run.create(tmp_path, TINY)
+    run.save_checkpoint({"step": 3})
+    others = ["checkpoint-best.pt", "checkpoint-3-copy.pt", "checkpoint-.pt", "checkpoint-４.pt"]
+    for name in others:
+        (tmp_path / name).touch()
+    assert [file.name for file in run.checkpoints()] == ["checkpoint-3.pt"]
+    run.save_checkpoint({"step": 4})
+    assert run.load_checkpoint() == {"step": 4}
+    assert all((tmp_path / name).exists() for name in others)
 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_on_from(tmp_path: Path):

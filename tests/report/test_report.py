@@ -1,6 +1,8 @@
 """The page in a real browser, opened from the file system, and its data without a browser."""
 
 import dataclasses
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,16 @@ def test_no_other_script_runs_and_nothing_can_be_fetched(browser: Any, grid: Run
     assert opened.page.evaluate("fetch('http://127.0.0.1:9/').then(() => 'sent', () => 'refused')") == "refused"
     assert not any(address.startswith("http") for address in opened.requests)
     opened.context.close()
+
+
+def test_a_name_that_is_not_utf8_gives_a_page_that_is(tmp_path: Path) -> None:
+    odd = "caf\udce9"  # Python's name for a file name with the byte E9
+    made = dataclasses.replace(run("curvssl", pictured(40, name=odd, classes=(odd, *"123456789"))), name=odd)
+    made = dataclasses.replace(made, config=made.config | {"dataset": f"folder:{odd}"})
+    text = render([made], tmp_path / "report.html").read_bytes().decode("utf-8")
+    data = re.search(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', text, re.DOTALL)
+    assert data is not None
+    assert json.loads(data[1])["splits"][0]["classes"][0] == odd
 
 
 def test_names_and_labels_are_text_whatever_they_hold(browser: Any, tmp_path: Path) -> None:
