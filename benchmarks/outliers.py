@@ -17,6 +17,7 @@ at most 5,000 rows of each table; a table that has no outlier among them is left
 import argparse
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,7 @@ from curvssl.rundir import provenance
 
 ROWS, DRAWS = 5_000, 3
 HALVES = ("choose", "report")
+OURS = "both curvatures, our default"
 
 Array = NDArray[np.float64]
 Table = tuple[Array, NDArray[np.int64]]  # rows, and 1 for the outliers
@@ -42,8 +44,14 @@ Detector = Callable[[Array, Array, int], Array]  # rows to fit, rows to score, s
 # ---- the detectors; where both arrays are the same, a row is no neighbour of itself ----
 
 
-def curvature(**parameters: object) -> Detector:
-    return lambda fitted, rows, seed: -CurvatureOutlierDetector(**parameters).fit(fitted).score_samples(rows)
+def curvature(**parameters: Any) -> Detector:
+    def scores(fitted: Array, rows: Array, seed: int) -> Array:
+        k = parameters.get("n_neighbors", 0)
+        fewer = {"n_neighbors": len(fitted) - 1} if k >= len(fitted) else {}
+        detector = CurvatureOutlierDetector(**(parameters | fewer)).fit(fitted)
+        return -(detector.scores_ if rows is fitted else detector.score_samples(rows))
+
+    return scores
 
 
 def isolation_forest(fitted: Array, rows: Array, seed: int) -> Array:
@@ -54,7 +62,7 @@ def neighbor_distance(k: int) -> Detector:
     """Distance to the k-th neighbour."""
 
     def scores(fitted: Array, rows: Array, seed: int) -> Array:
-        search = NearestNeighbors(n_neighbors=k).fit(fitted)
+        search = NearestNeighbors(n_neighbors=min(k, len(fitted) - 1)).fit(fitted)
         return search.kneighbors(None if rows is fitted else rows)[0][:, -1]
 
     return scores
@@ -93,6 +101,7 @@ def copod(fitted: Array, rows: Array, seed: int) -> Array:
 
 
 DETECTORS: dict[str, Detector] = {
+    OURS: curvature(),
     "isolation forest": isolation_forest,
     "kNN distance, k = 20": neighbor_distance(20),
     "kNN distance, k = 5": neighbor_distance(5),
