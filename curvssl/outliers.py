@@ -12,19 +12,43 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from curvssl.geometry import kernel_neighbors, kernel_scores, neighbors_of, scores
-from curvssl.kernels import AnyKernel, kernel_width, resolve
+from curvssl.kernels import AnyKernel, kernel_width, resolve, squared_distances
 
+LEAST, SIZES = 10, 5  # five neighbourhoods, from 10 neighbours to half of the points, in equal ratios
+BLOCK = 512  # rows that are compared with all points at once
 FENCE = 1.5  # Tukey's, in interquartile ranges beyond the quartile: 0.35 % of a normal distribution lie outside
 
 
 class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
     """Unsupervised outlier detection by the curvature of each point among its nearest neighbours.
 
-    Inside a cloud of points the neighbours lie on all sides, their directions cancel and the curvature is low. The
-    neighbours of an outlier lie in one direction, and its curvature is close to the maximum k(k−1)/2. With a
-    shift-invariant kernel (rbf, laplacian) the curvature is Σ k(x_a, x_b) over pairs of neighbours and does not depend
-    on direction: it is high where the neighbours are dense, so outliers have *low* curvature. `score_samples` uses the
-    right sign in both cases.
+    Let e_a = x_a − x_i be the edges from a point to its k nearest neighbours. By default the score looks at every pair
+    of them, and adds what the two curvatures of the paper sum, without their normalisation:
+
+        s_k(i)² = mean over a<b of ⟨e_a, e_b⟩ + ‖e_a − e_b‖²
+
+    The first part is that of Eq. (6): it is large if the neighbours are far away and all on one side. The second is
+    that of Eq. (10) for a wide RBF kernel: it is large if the neighbours are far from each other. Each alone is blind
+    to something: the first to how dense a place is, the second to the distance of the point from its neighbours. The
+    score averages s_k over five sizes of the neighbourhood, from 10 neighbours to half of the points, each divided by
+    its median over the training points. So the median point has a score of about −1, and a point with −3 is three
+    times as far out. Outliers that form a small cluster are found by the large neighbourhoods, single ones by the
+    small.
+
+    With a number of neighbours the score is a curvature of the paper. In Eq. (6) the neighbours of an inner point lie
+    on all sides, their directions cancel and the curvature is low; those of an outlier lie in one direction, and its
+    curvature is close to the maximum k(k−1)/2. With a shift-invariant kernel (rbf, laplacian) the curvature of Eq. (10)
+    is Σ k(x_a, x_b) over pairs of neighbours and does not depend on direction: it is high where the neighbours are
+    dense, so outliers have *low* curvature. `score_samples` uses the right sign in all cases.
+
+    Which to use, as measured on public tables (docs/mathematics.md, section 7): the default for mixed data, which are
+    fitted and scored with the outliers in; there it is level with the best peer, a kNN distance, and plain curvature is
+    last, because outliers have each other as neighbours. The default for clean data too, where only inliers are
+    fitted and new points are scored; there it is level with LOF. If the inliers are one compact class and clean,
+    `n_neighbors=20`, plain curvature, was as good or better. Kernels do not suit new points: the score ignores how far
+    away the neighbours are.
+
+    Distances mix the features: bring these to a common scale first, with `StandardScaler` for instance.
 
     The neighbours of a new point are sought among the training points. A row that equals a training point counts as
     that point, and one such duplicate is left out of its neighbours. So `score_samples(X_train)` equals `scores_`, and
@@ -32,10 +56,12 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
 
     Parameters
     ----------
-    n_neighbors : int, default=10
-        Neighbours of each point, k: 2 or more. Values above n_samples − 1 are clipped to it, with a warning.
+    n_neighbors : "auto" or int, default="auto"
+        "auto" is the score above. A number, 2 or more, is the k of Eq. (6) or Eq. (10). Values above n_samples − 1 are
+        clipped to it, with a warning.
     kernel : None, str or callable, default=None
-        None gives the curvature of Eq. (6). A kernel, as in `curvssl.kernel_curvature`, gives that of Eq. (10).
+        With a number of neighbours: None gives the curvature of Eq. (6); a kernel, as in `curvssl.kernel_curvature`,
+        gives that of Eq. (10).
     gamma : float, "median", "scale" or "auto", default="median"
         Width of the kernel, computed from the training points; ignored without a kernel.
     contamination : "auto" or float in (0, 0.5], default="auto"
@@ -52,15 +78,15 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
         Scores of the training points, higher is more normal.
     offset_ : float
         `decision_function` is `score_samples` − `offset_`.
-    n_neighbors_ : int
-        The number of neighbours in use.
+    n_neighbors_ : int or tuple of int
+        The number of neighbours in use; with "auto" that of each neighbourhood.
     n_features_in_ : int
         Features seen by `fit`.
     """
 
     def __init__(
         self,
-        n_neighbors: int = 10,
+        n_neighbors: int | str = "auto",
         kernel: AnyKernel | None = None,
         gamma: float | str = "median",
         contamination: float | str = "auto",
@@ -74,17 +100,20 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
         """Store the points, score each one among the others, and set the threshold; `y` is ignored."""
         self._check_parameters()
         points = validate_data(self, X, dtype=np.float64, ensure_min_samples=3)  # 3: each needs two neighbours
-        self.n_neighbors_ = min(self.n_neighbors, len(points) - 1)
-        if self.n_neighbors_ < self.n_neighbors:
-            warnings.warn(
-                f"n_neighbors={self.n_neighbors} needs more than the {len(points)} samples given: "
-                f"using {self.n_neighbors_}",
-                stacklevel=2,
-            )
+        points = np.ascontiguousarray(points)  # torch takes no negative strides, as of X[::-1]
+        self.n_neighbors_ = self._neighbors(len(points))
         self._points = points
         if self.kernel is not None:
             self._width = kernel_width(torch.tensor(points)[None], kernel=self.kernel, gamma=self.gamma).numpy()
-        self.scores_ = self._score(points)
+        if self.n_neighbors == "auto":
+            self._place = {row.tobytes(): i for i, row in enumerate(points + 0.0)}  # + 0.0: −0 equals 0
+            spread = self._spread(points)
+            middle = np.median(spread, axis=0)
+            # The median is 0 if most points have as many twins; so is the mean if all points are equal.
+            self._scale = np.where(middle > 0, middle, np.where(spread.any(0), spread.mean(0), 1))
+            self.scores_ = -(spread / self._scale).mean(1)
+        else:
+            self.scores_ = self._score(points)
         if isinstance(self.contamination, str):
             first, third = np.percentile(self.scores_, (25, 75))
             self.offset_ = first - FENCE * (third - first)
@@ -95,7 +124,7 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
     def score_samples(self, X: ArrayLike) -> NDArray[np.float64]:
         """How normal each row is among the training points, (n_samples,): higher is more normal."""
         check_is_fitted(self)
-        return self._score(validate_data(self, X, dtype=np.float64, reset=False))
+        return self._score(np.ascontiguousarray(validate_data(self, X, dtype=np.float64, reset=False)))
 
     def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:
         """`score_samples` − `offset_`: negative for outliers."""
@@ -105,7 +134,19 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
         """1 for inliers, −1 for outliers."""
         return np.where(self.decision_function(X) < 0, -1, 1)
 
+    def _neighbors(self, n: int) -> Any:
+        if self.n_neighbors == "auto":
+            least = min(LEAST, n - 1)
+            sizes = np.geomspace(least, max(least, n // 2), SIZES).round().astype(int)
+            return tuple(int(k) for k in np.unique(sizes))
+        asked = int(self.n_neighbors)
+        if asked >= n:
+            warnings.warn(f"n_neighbors={asked} needs more than the {n} samples given: using {n - 1}", stacklevel=3)
+        return min(asked, n - 1)
+
     def _score(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        if self.n_neighbors == "auto":
+            return -(self._spread(rows) / self._scale).mean(1)
         queries, points = torch.tensor(rows)[None], torch.tensor(self._points)[None]
         k = self.n_neighbors_
         if self.kernel is None:
@@ -120,9 +161,40 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
                 return curvature[0].numpy()
         return -curvature[0].numpy()
 
+    def _spread(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        """s_k of each row for each size of its neighbourhood, (m, d) → (m, sizes)."""
+        sizes = np.array(self.n_neighbors_)
+        middle = np.median(self._points, axis=0)  # with a common offset the products would lose digits
+        points, found = self._points - middle, np.empty((len(rows), len(sizes)))
+        norms, slack = np.square(points).sum(1), (points.shape[1] + 4) * np.finfo(np.float64).eps
+        for start in range(0, len(rows), BLOCK):
+            block = slice(start, start + BLOCK)
+            x = rows[block] - middle
+            square = squared_distances(torch.from_numpy(x), torch.from_numpy(points)).numpy()
+            square[square <= slack * (np.square(x).sum(1)[:, None] + norms)] = 0  # twins, but for rounding
+            for i, row in enumerate(rows[block] + 0.0):
+                if (own := self._place.get(row.tobytes())) is not None:
+                    square[i, own] = np.inf
+            radii = np.partition(square, sizes - 1, axis=1)[:, sizes - 1]
+            for j, radius in enumerate(radii.T):
+                inside = square <= radius[:, None]  # more than k if there is a tie
+                m = inside.sum(1)
+                lengths = np.where(inside, square, 0).sum(1)  # Σ‖e_a‖²
+                total = inside.astype(np.float64) @ points - m[:, None] * x  # Σ e_a
+                # Over pairs Σ⟨e_a,e_b⟩ = (‖Σe‖² − Σ‖e‖²)/2 and Σ‖e_a−e_b‖² = mΣ‖e‖² − ‖Σe‖²: O(md), no pairs needed.
+                both = ((2 * m - 1) * lengths - np.square(total).sum(1)) / (m * (m - 1))
+                found[block, j] = np.sqrt(both.clip(0))
+        return found
+
     def _check_parameters(self) -> None:
-        if not isinstance(self.n_neighbors, Integral) or self.n_neighbors < 2:
-            raise ValueError(f"n_neighbors={self.n_neighbors!r} has no pair of neighbours: use an integer of 2 or more")
+        k = self.n_neighbors
+        if k == "auto":
+            if self.kernel is not None:
+                raise ValueError(
+                    f"kernel={self.kernel!r} needs a number of neighbours: set n_neighbors, 50 for instance"
+                )
+        elif not isinstance(k, Integral) or k < 2:
+            raise ValueError(f"n_neighbors={k!r} has no pair of neighbours: use 'auto' or an integer of 2 or more")
         share = self.contamination
         if share != "auto" and not (isinstance(share, Real) and 0 < share <= 0.5):
             raise ValueError(f"contamination={share!r} is no share of outliers: use 'auto' or a number in (0, 0.5]")

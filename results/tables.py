@@ -482,6 +482,65 @@ def page() -> str:
     return markdown(("points", "pixel ratio", "redraw, median ms", "worst ms", "frames/s"), rows, "page.json")
 
 
+def outlier_tables(group: str) -> str:
+    """Detectors on mixed and on clean data, best mean AUROC on mixed data first."""
+    means = read("outliers.json")[group]["means"]
+    keys = [(setting, key) for setting in ("mixed", "clean") for key in ("auroc", "ap", "rank")]
+    rows = [
+        [f"**{name}**" if "default" in name else name, *(f"{means[setting][name][key]:.1f}" for setting, key in keys)]
+        for name in sorted(means["mixed"], key=lambda name: -means["mixed"][name]["auroc"])
+    ]
+    names = {"auroc": "AUROC", "ap": "average precision", "rank": "rank"}
+    first, *rest = (names[key] for _, key in keys)
+    count = len(read("outliers.json")[group]["tables"])
+    header = (f"mean over {count} tables", f"mixed: {first}", *rest[:2], f"clean: {rest[2]}", *rest[3:])
+    return markdown(header, rows, "outliers.json")
+
+
+def outliers() -> str:
+    return outlier_tables("report")
+
+
+def outliers_chosen() -> str:
+    return outlier_tables("choose")
+
+
+def outliers_classes() -> str:
+    return outlier_tables("scikit-learn")
+
+
+def outlier_margins() -> str:
+    """Our default minus each peer on the reporting half, and bootstrap 95 % intervals over the tables."""
+    tables = list(read("outliers.json")["report"]["tables"].values())
+    draw = random.Random(0)
+    samples = [draw.choices(range(len(tables)), k=len(tables)) for _ in range(2000)]
+    ours, *peers = tables[0]["mixed"]
+    rows = []
+    for peer in peers:
+        row = [peer]
+        for setting in ("mixed", "clean"):
+            over = [table[setting][ours]["auroc"] - table[setting][peer]["auroc"] for table in tables]
+            cuts = quantiles([mean(over[i] for i in sample) for sample in samples], n=40)
+            row.append(f"{mean(over):+.1f} [{cuts[0]:+.1f}, {cuts[-1]:+.1f}]")
+        rows.append(row)
+    return markdown(("our default's AUROC minus that of", "mixed", "clean"), rows, "outliers.json")
+
+
+def outliers_tried() -> str:
+    """Of each family of scores that was tried, the one with the best mean AUROC on mixed data."""
+    best: dict[tuple[int, str, str], Any] = {}
+    for row in read("outliers-notes.json")["rows"]:
+        family = (row["rows"], row["what"].split(",")[0], row["what"].partition(";")[2])
+        if "peer" not in row and row["mixed_auroc"] > best.get(family, {"mixed_auroc": 0})["mixed_auroc"]:
+            best[family] = row
+    rows = [
+        [f"{r['rows']:,}", r["what"], *(f"{r[key]:.1f}" for key in ("mixed_auroc", "mixed_rank", "clean_auroc"))]
+        for r in sorted(best.values(), key=lambda r: (r["rows"], -r["mixed_auroc"]))
+    ]
+    header = ("rows at most", "best of its family", "mixed: AUROC", "rank among twelve", "clean: AUROC")
+    return markdown(header, rows, "outliers-notes.json")
+
+
 def losses() -> str:
     rows = []
     for r in read("losses-cpu.json")["losses"]:
@@ -593,6 +652,11 @@ MADE = (
     probe_augmented,
     gpu_experiments,
     losses,
+    outliers,
+    outliers_chosen,
+    outliers_classes,
+    outlier_margins,
+    outliers_tried,
     page,
     streaming,
     weak_scaling,

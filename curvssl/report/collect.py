@@ -37,6 +37,7 @@ from curvssl.report.page import (
 )
 from curvssl.rundir import Run
 
+REFERENCE = 5_000  # outliers of a larger set are sought among every second, third, … row: time grows as N · REFERENCE
 LIMIT = 60_000  # images on a map; a larger split is sampled at random, with a fixed seed
 
 
@@ -93,7 +94,7 @@ def collect(run: Run, *, source: str = "auto", points: bool = True) -> RunData:
     made = Points(
         xy=map_of(run, h, place[rows]).numpy(),
         curvature=curvature_of_views(run, data, images, place[rows]).numpy(),
-        outlier=curvature(h, k=min(run.config.k, len(h) - 1)).numpy(),
+        outlier=outlier_scores(h),
         neighbors=neighbors.numpy(),
         distances=distances.numpy(),
         cosines=cosines.numpy(),
@@ -107,6 +108,14 @@ def chosen(n: int) -> Tensor:
     if n <= LIMIT:
         return torch.arange(n)
     return torch.randperm(n, generator=torch.Generator().manual_seed(0))[:LIMIT].sort().values
+
+
+def outlier_scores(h: Tensor) -> np.ndarray:
+    """How far out each row of h lies, (N,): the detector's default score, among at most REFERENCE rows."""
+    from curvssl.outliers import CurvatureOutlierDetector  # with scikit-learn, which takes long to import
+
+    detector = CurvatureOutlierDetector().fit(h[:: -(-len(h) // REFERENCE)].numpy())
+    return -detector.score_samples(h.numpy())
 
 
 def small(images: Images) -> np.ndarray:

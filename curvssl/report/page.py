@@ -32,7 +32,9 @@ class Points:
 
     xy: np.ndarray  # (N, 2) the map
     curvature: np.ndarray  # (2, N) of the embeddings z of two augmented views
-    outlier: np.ndarray  # (N,) curvature of the features h of the image itself: high for outliers
+    outlier: (
+        np.ndarray
+    )  # (N,) outlier score of the features h of the image itself: 1 for a typical one, high for outliers
     neighbors: np.ndarray  # (N, 6) rows, nearest in h first
     distances: np.ndarray  # (N, 6) to them
     cosines: np.ndarray  # (N, 15) between the edges to them, pairs a < b in order

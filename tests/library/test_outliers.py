@@ -1,5 +1,7 @@
 """The outlier detector against scikit-learn's estimator checks, values by hand, and LocalOutlierFactor."""
 
+import itertools
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +16,8 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from curvssl import CurvatureOutlierDetector, curvature, kernel_curvature
 
-KERNELS_THAT_RANK = (None, "linear", "rbf", "laplacian")  # cosine and polynomial depend on the origin
+# Cosine and polynomial kernels depend on the origin.
+RANKING: list[dict[str, Any]] = [{}, *({"n_neighbors": 10, "kernel": k} for k in (None, "linear", "rbf", "laplacian"))]
 
 
 def cloud_with_outliers(*, inner: int = 300, outer: int = 15, d: int = 5) -> tuple[np.ndarray, np.ndarray]:
@@ -25,10 +28,10 @@ def cloud_with_outliers(*, inner: int = 300, outer: int = 15, d: int = 5) -> tup
     return np.concatenate((rng.normal(size=(inner, d)), far)), np.repeat((0, 1), (inner, outer))
 
 
-@pytest.mark.filterwarnings("ignore:n_neighbors=10 needs more")  # some checks use only ten samples
 @parametrize_with_checks(
     [
         CurvatureOutlierDetector(),
+        CurvatureOutlierDetector(n_neighbors=5),
         CurvatureOutlierDetector(n_neighbors=5, kernel="rbf"),
         CurvatureOutlierDetector(n_neighbors=5, kernel="laplacian", contamination=0.1),
     ]
@@ -47,35 +50,103 @@ def test_hexagon_centre_scores_three_and_a_far_point_scores_minus_fifteen() -> N
     assert far == pytest.approx(-15)  # six parallel edges: c = k(k−1)/2
 
 
-@pytest.mark.parametrize("kernel", KERNELS_THAT_RANK)
-def test_planted_outliers_are_ranked_first(kernel: str | None) -> None:
+def both_curvatures(x: np.ndarray, i: int, *, k: int) -> float:
+    """s_k of one point: the equation, pair by pair."""
+    edges = sorted((x[j] - x[i] for j in range(len(x)) if j != i), key=lambda e: float(e @ e))[:k]
+    pairs = [float(a @ b + (a - b) @ (a - b)) for a, b in itertools.combinations(edges, 2)]
+    return math.sqrt(sum(pairs) / len(pairs))
+
+
+def test_the_default_score_is_its_equation() -> None:
+    x, _ = cloud_with_outliers(inner=55, outer=5, d=3)
+    detector = CurvatureOutlierDetector().fit(x)
+    assert detector.n_neighbors_ == (10, 13, 17, 23, 30)  # 10 · 3^(j/4), to half of 60
+    expected = np.zeros(60)
+    for k in detector.n_neighbors_:
+        spread = np.array([both_curvatures(x, i, k=k) for i in range(60)])
+        expected -= spread / np.median(spread) / 5
+    np.testing.assert_allclose(detector.scores_, expected, rtol=1e-9)
+    # The last row's s_k depends on the other rows only; the medians stay those of the fit.
+    new = np.array([0.5, -2.0, 9.0])
+    extended = np.concatenate((x, [new]))
+    medians = [np.median([both_curvatures(x, i, k=k) for i in range(60)]) for k in detector.n_neighbors_]
+    parts = [both_curvatures(extended, 60, k=k) / m for k, m in zip(detector.n_neighbors_, medians, strict=True)]
+    assert detector.score_samples([new])[0] == pytest.approx(-np.mean(parts))
+
+
+def test_three_points_on_a_line_by_hand() -> None:
+    # From 0: edges 1 and 3, ⟨e_a,e_b⟩ + ‖e_a − e_b‖² = 3 + 4. From 1: −1 and 2, −2 + 9. From 3: −3 and −2, 6 + 1.
+    detector = CurvatureOutlierDetector().fit([[0.0], [1.0], [3.0]])
+    assert detector.n_neighbors_ == (2,)
+    np.testing.assert_allclose(detector.scores_, [-1, -1, -1])  # 7, 7 and 7: with one pair there is no outlier
+    assert detector.score_samples([[7.0]])[0] == pytest.approx(-2)  # edges −4 and −6: √((24 + 4) / 7)
+
+
+def test_the_default_score_does_not_change_with_place_scale_rotation_or_order() -> None:
+    x, _ = cloud_with_outliers()
+    scores = CurvatureOutlierDetector().fit(x).scores_
+    rotation = np.linalg.qr(np.random.default_rng(1).normal(size=(5, 5)))[0]
+    np.testing.assert_allclose(CurvatureOutlierDetector().fit(1e-3 * x @ rotation + 10).scores_, scores, rtol=1e-6)
+    np.testing.assert_allclose(CurvatureOutlierDetector().fit(x[::-1]).scores_, scores[::-1], rtol=1e-9)
+
+
+def test_a_small_cluster_far_away_scores_below_every_point_of_a_large_one() -> None:
+    rng = np.random.default_rng(0)
+    x = np.concatenate((rng.normal(size=(300, 2)), 0.01 * rng.normal(size=(15, 2)) + 30, [[60.0, 0.0]]))
+    scores = CurvatureOutlierDetector().fit(x).scores_
+    assert scores[300:].max() < scores[:300].min()
+    assert scores.argmin() == 315  # the single point is twice as far away
+    lof = LocalOutlierFactor(n_neighbors=10).fit(x).negative_outlier_factor_
+    assert np.median(lof[300:315]) > lof[:300].min()  # the cluster looks normal to neighbourhoods of ten
+
+
+@pytest.mark.parametrize("copies", [2, 60])
+def test_twins_are_neighbours_and_do_not_make_a_score_infinite(copies: int) -> None:
+    x = np.concatenate((np.repeat([[0.0, 0.1], [7.3, 0.0]], copies, axis=0), [[3.0, 40.0]]))
+    scores = CurvatureOutlierDetector().fit(x).scores_
+    assert np.isfinite(scores).all()
+    assert scores.argmin() == len(x) - 1
+    np.testing.assert_array_equal(CurvatureOutlierDetector().fit(np.ones((20, 3))).scores_, np.zeros(20))
+
+
+@pytest.mark.parametrize("parameters", RANKING)
+def test_planted_outliers_are_ranked_first(parameters: dict[str, Any]) -> None:
     x, planted = cloud_with_outliers(outer=3, d=3)
-    detector = CurvatureOutlierDetector(kernel=kernel).fit(x)
+    detector = CurvatureOutlierDetector(**parameters).fit(x)
     assert roc_auc_score(planted, -detector.scores_) > 0.99
     assert (detector.predict(x)[planted == 1] == -1).all()
 
 
+@pytest.mark.parametrize("parameters", [{}, {"n_neighbors": 10}])
 @pytest.mark.parametrize("d", [2, 10, 50])
-def test_outliers_are_told_apart_nearly_as_well_as_by_lof(d: int) -> None:
+def test_outliers_are_told_apart_nearly_as_well_as_by_lof(d: int, parameters: dict[str, Any]) -> None:
     x, planted = cloud_with_outliers(outer=5, d=d)
     lof = LocalOutlierFactor(n_neighbors=10).fit(x)
-    ours = roc_auc_score(planted, -CurvatureOutlierDetector().fit(x).scores_)
+    ours = roc_auc_score(planted, -CurvatureOutlierDetector(**parameters).fit(x).scores_)
     assert ours > roc_auc_score(planted, -lof.negative_outlier_factor_) - 0.05
 
 
 def test_scores_of_the_training_points_are_minus_their_curvature() -> None:
     x, _ = cloud_with_outliers()
     expected = -curvature(torch.tensor(x)).numpy()
-    detector = CurvatureOutlierDetector().fit(x)
-    np.testing.assert_allclose(detector.scores_, expected, atol=1e-10)
+    np.testing.assert_allclose(CurvatureOutlierDetector(n_neighbors=10).fit(x).scores_, expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("parameters", RANKING)
+def test_a_training_point_scores_the_same_when_it_comes_again(parameters: dict[str, Any]) -> None:
+    x, _ = cloud_with_outliers()
+    detector = CurvatureOutlierDetector(**parameters).fit(x)
     np.testing.assert_array_equal(detector.score_samples(x), detector.scores_)
+    np.testing.assert_allclose(detector.score_samples(x[-20:]), detector.scores_[-20:], rtol=1e-9)
 
 
 @pytest.mark.parametrize(("kernel", "sign"), [("rbf", 1), ("laplacian", 1), ("linear", -1), ("polynomial", -1)])
 def test_kernel_scores_are_the_kernel_curvature_with_the_sign_that_fits(kernel: str, sign: int) -> None:
     x, _ = cloud_with_outliers()
     expected = sign * kernel_curvature(torch.tensor(x), kernel=kernel).numpy()
-    np.testing.assert_allclose(CurvatureOutlierDetector(kernel=kernel).fit(x).scores_, expected, atol=1e-9)
+    np.testing.assert_allclose(
+        CurvatureOutlierDetector(n_neighbors=10, kernel=kernel).fit(x).scores_, expected, atol=1e-9
+    )
 
 
 def test_equal_training_points_are_each_others_neighbours() -> None:
@@ -87,7 +158,7 @@ def test_equal_training_points_are_each_others_neighbours() -> None:
 def test_the_score_of_a_new_point_is_that_of_the_same_point_in_the_training_set() -> None:
     x, _ = cloud_with_outliers()
     # The score of the last row depends only on the other rows, so it may be left out of `fit`.
-    detector = CurvatureOutlierDetector().fit(x[:-1])
+    detector = CurvatureOutlierDetector(n_neighbors=10).fit(x[:-1])
     assert detector.score_samples(x[-1:])[0] == pytest.approx(-curvature(torch.tensor(x))[-1].item())
 
 
@@ -96,10 +167,11 @@ def test_a_share_of_contamination_is_the_share_of_training_points_found() -> Non
     assert (CurvatureOutlierDetector(contamination=0.1).fit_predict(x) == -1).mean() == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize("parameters", [{}, {"n_neighbors": 10}])
 @pytest.mark.parametrize("d", [2, 10, 100])
-def test_auto_finds_few_outliers_where_there_are_none(d: int) -> None:
+def test_auto_finds_few_outliers_where_there_are_none(d: int, parameters: dict[str, Any]) -> None:
     x = np.random.default_rng(1).normal(size=(500, d))
-    assert (CurvatureOutlierDetector().fit_predict(x) == -1).mean() < 0.08
+    assert (CurvatureOutlierDetector(**parameters).fit_predict(x) == -1).mean() < 0.08
 
 
 def test_auto_is_tukeys_fence() -> None:
@@ -118,10 +190,10 @@ def test_too_many_neighbours_are_clipped_with_a_warning() -> None:
     np.testing.assert_allclose(detector.scores_, CurvatureOutlierDetector(n_neighbors=7).fit(x).scores_)
 
 
-@pytest.mark.parametrize("kernel", [None, "rbf"])
-def test_pickle_and_clone_keep_what_they_should(kernel: str | None) -> None:
+@pytest.mark.parametrize("parameters", [{}, {"n_neighbors": 7}, {"n_neighbors": 7, "kernel": "rbf"}])
+def test_pickle_and_clone_keep_what_they_should(parameters: dict[str, Any]) -> None:
     x, _ = cloud_with_outliers()
-    detector = CurvatureOutlierDetector(n_neighbors=7, kernel=kernel, contamination=0.05).fit(x)
+    detector = CurvatureOutlierDetector(**parameters, contamination=0.05).fit(x)
     again = pickle.loads(pickle.dumps(detector))
     np.testing.assert_array_equal(again.decision_function(x), detector.decision_function(x))
     fresh = clone(detector)
@@ -131,8 +203,8 @@ def test_pickle_and_clone_keep_what_they_should(kernel: str | None) -> None:
 
 def test_a_callable_kernel_is_accepted() -> None:
     x, _ = cloud_with_outliers()
-    ours = CurvatureOutlierDetector(kernel=lambda a, b: a @ b.mT).fit(x)
-    np.testing.assert_allclose(ours.scores_, CurvatureOutlierDetector().fit(x).scores_, atol=1e-9)
+    ours = CurvatureOutlierDetector(n_neighbors=10, kernel=lambda a, b: a @ b.mT).fit(x)
+    np.testing.assert_allclose(ours.scores_, CurvatureOutlierDetector(n_neighbors=10).fit(x).scores_, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -142,11 +214,22 @@ def test_a_callable_kernel_is_accepted() -> None:
         ({"n_neighbors": 2.5}, "integer"),
         ({"contamination": 0.7}, r"\(0, 0.5\]"),
         ({"contamination": "few"}, r"\(0, 0.5\]"),
-        ({"kernel": "sigmoid"}, "known: rbf"),
-        ({"kernel": "rbf", "gamma": "wide"}, "median"),
+        ({"n_neighbors": "few"}, "'auto'"),
+        ({"kernel": "rbf"}, "set n_neighbors"),
+        ({"n_neighbors": 10, "kernel": "sigmoid"}, "known: rbf"),
+        ({"n_neighbors": 10, "kernel": "rbf", "gamma": "wide"}, "median"),
     ],
 )
 def test_a_wrong_parameter_is_refused_with_a_remedy(parameters: dict[str, Any], message: str) -> None:
     x, _ = cloud_with_outliers()
     with pytest.raises(ValueError, match=message):
         CurvatureOutlierDetector(**parameters).fit(x)
+
+
+@pytest.mark.parametrize("settings", [{}, {"n_neighbors": 5}, {"n_neighbors": 5, "kernel": "rbf"}])
+def test_rows_in_reverse_order_give_the_scores_in_reverse_order(settings: dict[str, Any]) -> None:
+    """X[::-1] has negative strides, which torch does not take."""
+    x, _ = cloud_with_outliers(inner=40, outer=3)
+    detector = CurvatureOutlierDetector(**settings)
+    np.testing.assert_allclose(detector.fit(x[::-1]).scores_, detector.fit(x).scores_[::-1])
+    np.testing.assert_allclose(detector.score_samples(x[::-1]), detector.score_samples(x)[::-1])
