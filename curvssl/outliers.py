@@ -41,7 +41,7 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
     is Σ k(x_a, x_b) over pairs of neighbours and does not depend on direction: it is high where the neighbours are
     dense, so outliers have *low* curvature. `score_samples` uses the right sign in all cases.
 
-    Which to use, as measured on public tables (docs/mathematics.md, section 7): the default for mixed data, which are
+    Which to use, as measured on public tables (docs/mathematics.md, section 9): the default for mixed data, which are
     fitted and scored with the outliers in; there it is level with the best peer, a kNN distance, and plain curvature is
     last, because outliers have each other as neighbours. The default for clean data too, where only inliers are
     fitted and new points are scored; there it is level with LOF. If the inliers are one compact class and clean,

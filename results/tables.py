@@ -200,6 +200,31 @@ def gpu_rest() -> str:
     return markdown(("", "measured"), rows, "gpu.json", "the augmentation: gpu-5932e1d.json")
 
 
+def gpu_views() -> str:
+    """Steps with more views next to the step with two, and lightly's loop with the same views."""
+    measured = read("gpu-views.json")
+    peers = {(r["stem"], r["local_views"]): r["ms"] for r in measured["view_peers"]}
+    rows = []
+    for stem in STEMS:
+        steps = [r for r in measured["views"] if r["stem"] == stem]
+        for r in steps:
+            ratio = median(x / y for x, y in zip(r["rounds"], steps[0]["rounds"], strict=True))
+            peer = None if r.get("alpha_chord") else peers.get((stem, r.get("local_views", 0)))
+            lightly = f"{peer:.0f} ms, {peer / r['ms']:.0f}×" if peer else ""
+            rows.append(
+                [STEMS[stem], r["name"], f"{r['ms']:.2f} ms", f"{ratio:.2f}", lightly, f"{r['peak_GB']:.1f} GB"]
+            )
+    header = ("stem", "views", "CurvSSL, ours", "of two views", "Barlow Twins, lightly", "memory")
+    return markdown(header, rows, "gpu-views.json")
+
+
+def view_pairs() -> str:
+    """How the pairs of views are weighed, and whose statistics BatchNorm keeps."""
+    measured = read("views-notes.json")
+    rows = [[r["what"], *(f"{r[probe]:.1f}" for probe in ("linear", "mlp", "knn"))] for r in measured["pairs"]]
+    return markdown((measured["what"], "linear", "mlp", "kNN"), rows, "views-notes.json")
+
+
 def backbones() -> str:
     """Large backbones at 224: our captured step next to a plain eager loop."""
     measured = read("backbones.json")
@@ -224,6 +249,10 @@ def gpu_command() -> str:
     measured = read("gpu-command.json")
     bare = next(iter(measured["step"].values()))
     rows = [[name, f"{ms:.3f} ms", f"{ms / bare - 1:+.1%}"] for name, ms in measured["step"].items()]
+    for r in measured["command"]:
+        if "bare_ms" in r:  # on another host, so next to a bare step of its own
+            what = f"the whole command at {r['commit'][:7]}, bare step {r['bare_ms']:.3f} ms"
+            rows.append([what, f"{r['ms']:.3f} ms", f"{r['ms'] / r['bare_ms'] - 1:+.1%}"])
     return markdown(("one step", "time", "over the graph alone"), rows, "gpu-command.json")
 
 
@@ -633,6 +662,8 @@ MADE = (
     gpu_rest,
     gpu_hosts,
     backbones,
+    gpu_views,
+    view_pairs,
     gpu_command,
     gpu_features,
     gpu_floors,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from curvssl.gpu.norm import normalise
-from curvssl.gpu.overlap import Uses, beside_this, convolve, second_stream
+from curvssl.gpu.overlap import THIRD, Uses, beside_this, convolve, stream
 from curvssl.gpu.stem import pool
 from curvssl.losses import GLOBAL
 from curvssl.models import no_search
@@ -59,12 +59,13 @@ def encode(net: Any, *batches: Batch, passes: tuple[int, ...] = (GLOBAL,), dtype
     models.Net."""
     weights = _low_weights(net, dtype, passes=len(passes))
     first, *others = batches
-    # The other batches are on the third stream, in the backward pass as well: small ones leave much of a GPU idle.
-    third = second_stream(3) if others and net.conv1.weight.is_cuda else None
+    # With a large stem small kernels leave much of a GPU idle: there, other batches go through beside the first one, in
+    # the backward pass as well. Large kernels would only take each other's place in the cache.
+    third = stream(THIRD) if others and net.conv1.weight.is_cuda and net.conv1.stride != (1, 1) else None
     if third is not None:
         for low, _ in weights.values():
             low.record_stream(third)
-    with nullcontext() if third is None else beside_this(3):
+    with nullcontext() if third is None else beside_this(THIRD):
         h = [_pass(net, make(), _Layers(net, weights, views)) for make, views in zip(others, passes[1:], strict=True)]
     layers = _Layers(net, weights, passes[0])
     h.insert(0, _pass(net, first(), layers))

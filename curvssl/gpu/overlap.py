@@ -14,34 +14,38 @@ from torch import Tensor, nn
 
 from curvssl.gpu import adam, stem
 
-_streams: dict[tuple[int, int], torch.cuda.Stream] = {}  # of a device: the second stream, and the third
+# The main stream has the global views. Weight gradients and Adam are on the second. Where kernels are small, local
+# views are on the third, and their weight gradients on the fourth.
+SECOND, THIRD, FOURTH = 2, 3, 4
+_streams: dict[tuple[int, int], torch.cuda.Stream] = {}  # of a device and a number
 # Set in a backward pass by `backward_and_step`: takes a weight and its gradients, returns whether it has updated it.
 _update: list[Callable[..., bool]] = []
+_used: set[int] = set()  # the numbers of the streams that had weight gradients in this backward pass
 
 
-def second_stream(number: int = 2) -> torch.cuda.Stream:
-    """The second stream of the current device, or the third."""
+def stream(number: int) -> torch.cuda.Stream:
+    """A stream of the current device."""
     key = torch.cuda.current_device(), number
     if key not in _streams:
         # The rest of the step waits for the third stream as it does for the main one (steps.py), so both have priority.
-        _streams[key] = torch.cuda.Stream(priority=-1 if number == 3 else 0)
+        _streams[key] = torch.cuda.Stream(priority=-1 if number == THIRD else 0)
     return _streams[key]
 
 
 @contextmanager
-def beside_this(number: int = 2) -> Iterator[torch.cuda.Stream]:
-    """Run the block on the second stream, after everything that the current stream has been given so far."""
-    second = second_stream(number)
-    second.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(second):
-        yield second
+def beside_this(number: int = SECOND) -> Iterator[torch.cuda.Stream]:
+    """Run the block on another stream, after everything that the current stream has been given so far."""
+    other = stream(number)
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        yield other
 
 
 @contextmanager
 def one_stream() -> Iterator[None]:
     """Use a single stream: for the first step, in which cuDNN times its algorithms for every convolution."""
     device = torch.cuda.current_device()
-    before = {(device, number): second_stream(number) for number in (2, 3)}
+    before = {(device, number): stream(number) for number in (SECOND, THIRD, FOURTH)}
     _streams.update(dict.fromkeys(before, torch.cuda.current_stream()))
     try:
         yield
@@ -54,12 +58,16 @@ class Uses:
 
     def __init__(self, passes: int) -> None:
         self.passes = passes
-        self.gradients: list[Tensor] = []
+        self.gradients: list[tuple[Tensor, torch.cuda.Event]] = []
 
     def all_with(self, gradient: Tensor) -> list[Tensor]:
-        """All gradients, if this is the last one, else none."""
-        self.gradients.append(gradient)
-        return self.gradients if len(self.gradients) == self.passes else []
+        """All gradients, if this is the last one, else none; the current stream waits for those of other streams."""
+        here = torch.cuda.current_stream()
+        for other, there in self.gradients:
+            here.wait_event(there)
+            other.record_stream(here)
+        self.gradients.append((gradient, here.record_event()))
+        return [other for other, _ in self.gradients] if len(self.gradients) == self.passes else []
 
 
 class _Convolve(torch.autograd.Function):
@@ -115,9 +123,12 @@ def _gradients(ctx: Any, grad: Tensor, x: Tensor, low: Tensor, wanted: list[bool
 
 
 def _beside(ctx: Any, grad: Tensor, x: Tensor, low: Tensor) -> Tensor | None:
-    """∂L/∂W in float32, computed on the second stream; None if the weight has already been updated by it."""
+    """∂L/∂W in float32, computed on another stream; None if the weight has already been updated by it, or if the
+    gradient of another pass is still to come."""
     here = torch.cuda.current_stream()
-    with beside_this() as second:
+    number = FOURTH if here == stream(THIRD) else SECOND
+    _used.add(number)
+    with beside_this(number) as second:
         for tensor in (grad, x):
             tensor.record_stream(second)  # its memory must not be reused before
         gradients = ctx.uses.all_with(_weight_gradient(ctx, grad, x, low))
@@ -155,6 +166,7 @@ def backward_and_step(backward: Callable[[], None], optimizer: torch.optim.Optim
         return True
 
     _update.append(update)
+    _used.clear()
     try:
         backward()
     finally:
@@ -163,7 +175,8 @@ def backward_and_step(backward: Callable[[], None], optimizer: torch.optim.Optim
         if weight.grad is not None and weight.numel() >= adam.MANY and update(weight, weight.grad):
             weight.grad = None  # so that the optimiser skips it
     optimizer.step()
-    torch.cuda.current_stream().wait_stream(second_stream())
+    for number in {SECOND, *_used}:  # a stream that is captured must not wait for one that is not
+        torch.cuda.current_stream().wait_stream(stream(number))
     if moved:
         torch._foreach_add_([states[weight]["step"] for weight in moved], 1)
     for weight, gradient in moved.items():

@@ -157,7 +157,7 @@ class FastStep:
         step = self.step
         step.optimizer.zero_grad()
         embed, pieces, weights = self._pieces
-        here, beside = torch.cuda.current_stream(), overlap.second_stream()
+        here, beside = torch.cuda.current_stream(), overlap.stream(overlap.SECOND)
         copies = embed(batch, u, readers=len(pieces))
         gradients, terms = [*copies], [*copies]
         beside.wait_stream(here)
