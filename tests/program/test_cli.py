@@ -15,7 +15,7 @@ import tyro
 from pipeline import TINY, finish, start
 
 from curvssl.cli import commands, main, one_line, preset_in
-from curvssl.config import CHOICES, PRESETS, AugmentConfig, PretrainConfig
+from curvssl.config import CHOICES, PRESETS, AugmentConfig, Colours, PretrainConfig
 
 COMMANDS = list(commands(""))
 
@@ -37,7 +37,7 @@ def other(config: Any, field: dataclasses.Field[Any]) -> Any:
         return (0.3, 0.9)
     if isinstance(value, str):
         return {"dataset": "mnist", "encoder": "resnet-mini", "gamma": 0.7, "kernel": "linear"}[field.name]
-    return value + 1 if isinstance(value, int) else value / 2 + 0.01
+    return value + 2 if isinstance(value, int) else (value or 0) / 2 + 0.01
 
 
 def flag(name: str, value: Any, prefix: str = "") -> list[str]:
@@ -68,10 +68,13 @@ def test_help_through_the_real_command_names_every_command():
 def test_every_field_of_the_configuration_is_a_flag():
     base = PretrainConfig()
     views = {f.name: other(base.augment, f) for f in dataclasses.fields(AugmentConfig)}
-    fields = {f.name: other(base, f) for f in dataclasses.fields(PretrainConfig) if f.name != "augment"}
+    local = {f.name: other(base.local, f) for f in dataclasses.fields(Colours)}
+    plain = [f for f in dataclasses.fields(PretrainConfig) if f.name not in ("augment", "local")]
+    fields = {f.name: other(base, f) for f in plain}
     words = [word for name, value in fields.items() for word in flag(name, value)]
     words += [word for name, value in views.items() for word in flag(name, value, "augment.")]
-    assert parsed(*words) == PretrainConfig(**fields, augment=AugmentConfig(**views))
+    words += [word for name, value in local.items() for word in flag(name, value, "local.")]
+    assert parsed(*words) == PretrainConfig(**fields, augment=AugmentConfig(**views), local=Colours(**local))
 
 
 def test_without_flags_the_configuration_is_the_default():
