@@ -29,7 +29,6 @@ from curvssl.gpu import norm
 norm.COLUMNS = norm.TILE["COLUMNS"] = norm.SUMS["COLUMNS"] = 512
 norm.TILE["ROWS"] = norm.SUMS["ROWS"] = 128
 norm.LEAST = 1
-test_layers.compare_network(stem="small", batch=8, size=8, device="cpu")
 test_layers.compare_network(stem="imagenet", batch=8, size=20, device="cpu")
 test_layers.compare_network(stem="imagenet", batch=8, size=18, device="cpu")  # an odd number of pixels to pool
 test_layers.compare_network(stem="small", batch=8, size=8, device="cpu", bf16=True)
@@ -130,11 +129,11 @@ def compare_embedding() -> None:
 
     from curvssl.gpu.steps import FastStep, copies_of
 
-    many = {"local": 2, "alpha_chord": 1.0}
+    many = {"local": 1, "alpha_chord": 1.0}
     plain, quick = (
         make_step("curvssl", "eager", torch.device("cpu"), net=small_net("resnet18"), **many) for _ in range(2)
     )
-    rows, u = torch.arange(8), draw(plain, 8)
+    rows, u = torch.arange(6), draw(plain, 6)
     fast = FastStep(quick, "captured")
     fast._compiled = lambda function, **_: function  # type: ignore[method-assign]
     pairs = copies_of(plain.embed(rows, u), 2), fast._embed_by_hand()(rows, u, 2)

@@ -300,7 +300,7 @@ def test_non_finite_embedding_raises_nothing_and_the_terms_show_it(name: str, po
 @pytest.mark.parametrize(
     ("shape0", "shape1", "words"),
     [
-        ((16, 4), (16, 5), r"views of one shape \(b, d\), got \(16, 4\) and \(16, 5\): row i of both"),
+        ((16, 4), (16, 5), r"views of one shape \(b, d\), got \(16, 4\) and \(16, 5\): row i of all"),
         ((16, 4), (12, 4), r"views of one shape"),
         ((16,), (16,), r"views of one shape \(b, d\), got \(16,\) and \(16,\)"),
         ((2, 16, 4), (2, 16, 4), r"views of one shape"),
