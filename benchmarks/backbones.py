@@ -96,7 +96,7 @@ class Ours(Side):
         from curvssl.train.loop import make_step, pick_mode
         from curvssl.train.step import make_optimizer
 
-        mode = pick_mode("auto", device=self.device, optimizer="adam")
+        mode = pick_mode("auto", device=self.device)
         optimizer = make_optimizer(self.net, name="adam", momentum=0.9, device=self.device, mode=mode, **ADAM)
         parts = {"net": self.net, "criterion": self.criterion, "views": self.views, "images": self.images}
         self.training_step = make_step(mode, optimizer=optimizer, device=self.device, bf16=True, **parts)

@@ -63,11 +63,11 @@ class AugmentConfig:
                 raise UserError(f"{name}={(low, high)} needs 0 < low ≤ high {'≤ 1' if name == 'crop_scale' else '< ∞'}")
 
 
-# How the colours of local views differ from those of the global ones; what is not given is the same.
+# How the colours of some views differ from those of the first global one; what is not given is the same.
 COLOURS = ("jitter", "brightness", "contrast", "saturation", "hue", "grayscale", "blur", "solarize")
 Colours: Any = make_dataclass("Colours", [(name, float | None, None) for name in COLOURS], frozen=True, kw_only=True)
-Colours.__doc__ = "Colours of the local views.\n\nArgs:\n" + "".join(
-    f"    {name}: as augment.{name}, which it replaces for local views\n" for name in COLOURS
+Colours.__doc__ = "Colours of the second global view, or of the local views.\n\nArgs:\n" + "".join(
+    f"    {name}: as augment.{name}, which it replaces for these views\n" for name in COLOURS
 )
 
 
@@ -103,7 +103,7 @@ class PretrainConfig(LossSettings):
     projector_norm: bool = False  # a BatchNorm without parameters behind the projector's last layer
     d_z: int = 128  # dimension of the embedding that the loss sees
 
-    optimizer: str = "adam"  # adam, sgd or lars (which needs timm)
+    optimizer: str = "adam"  # adam, sgd or lars
     lr: float = 1e-3  # used as written; never rescaled by the batch size
     weight_decay: float = 1e-4
     momentum: float = 0.9  # for sgd and lars
@@ -121,6 +121,7 @@ class PretrainConfig(LossSettings):
     alpha_chord: float = 0.0  # weight of the chord, for which a blend of two images is one more view; 0 leaves it out
 
     augment: AugmentConfig = field(default_factory=AugmentConfig)
+    second: Colours = field(default_factory=Colours)
     local: Colours = field(default_factory=Colours)
 
     def __post_init__(self) -> None:
@@ -151,8 +152,9 @@ class PretrainConfig(LossSettings):
             raise UserError(f"batch_size={self.batch_size} has no pairs to blend for alpha_chord: use an even number")
         if self.alpha_chord and self.method == OWN:
             raise UserError(f"alpha_chord={self.alpha_chord} is for a named method: an own criterion sees no blends")
+        self.second_augment()  # their settings are checked
         if self.local_views:
-            self.local_augment()  # its settings are checked
+            self.local_augment()
         if self.warmup_epochs > self.epochs:
             raise UserError(f"warmup_epochs={self.warmup_epochs} is longer than the run's epochs={self.epochs}")
         for name, setting in SETTINGS.items():
@@ -163,13 +165,13 @@ class PretrainConfig(LossSettings):
         """What the run's own method is told."""
         return {name: getattr(self, name) for name in METHODS[self.method].settings}
 
+    def second_augment(self) -> AugmentConfig:
+        """How the second global view is made: as the first, but for what `second` says."""
+        return _changed(self.augment, self.second, what="second view")
+
     def local_augment(self) -> AugmentConfig:
-        """How a local view is made: as a global one, but for its crop and what `local` says."""
-        changes = {name: value for name, value in vars(self.local).items() if value is not None}
-        try:
-            return dataclasses.replace(self.augment, crop_scale=self.local_crop_scale, **changes)
-        except UserError as error:
-            raise UserError(f"local views: {error}") from None
+        """How a local view is made: as the first global one, but for its crop and what `local` says."""
+        return _changed(self.augment, self.local, what="local views", crop_scale=self.local_crop_scale)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -178,12 +180,14 @@ class PretrainConfig(LossSettings):
     def from_dict(cls, values: dict[str, Any]) -> "PretrainConfig":
         """The inverse of `to_dict`, through JSON, where tuples have become lists."""
         values = _with_tuples(values)
-        augment, local = _with_tuples(values.pop("augment", {})), values.pop("local", {})
+        augment = _with_tuples(values.pop("augment", {}))
+        second, local = (values.pop(name, {}) for name in ("second", "local"))
         known = {f.name for kind in (cls, AugmentConfig, Colours) for f in dataclasses.fields(kind)}
-        for name in (*values, *augment, *local):
+        for name in (*values, *augment, *second, *local):
             if name not in known:
                 raise UserError(f"setting {name!r} is unknown, so it was written by a newer version: update curvssl")
-        return cls(**values, augment=AugmentConfig(**augment), local=Colours(**local))
+        views = {"augment": AugmentConfig(**augment), "second": Colours(**second), "local": Colours(**local)}
+        return cls(**values, **views)
 
 
 # What may differ between two commands that continue the same run: none of it decides what is learned.
@@ -203,6 +207,14 @@ def _accepted(name: str, value: Any) -> None:
         method.make(**{name: value})
     except ValueError as error:
         raise UserError(str(error)) from None
+
+
+def _changed(augment: AugmentConfig, colours: Any, *, what: str, **changes: Any) -> AugmentConfig:
+    changes |= {name: value for name, value in vars(colours).items() if value is not None}
+    try:
+        return dataclasses.replace(augment, **changes)
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from None
 
 
 def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:

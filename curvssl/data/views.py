@@ -8,9 +8,9 @@ Shapes: images (b, C, H, W). Colour operations work on planes, one (b, H, W) ten
 with planes the compiler fuses the whole chain into one kernel.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
-from itertools import permutations
 from typing import Any
 
 import torch
@@ -251,7 +251,7 @@ class Augment(nn.Module):
         buffers = {
             "mean": torch.tensor(mean, dtype=torch.float32),
             "std": torch.tensor(std, dtype=torch.float32),
-            "orders": torch.tensor(list(permutations(range(len(kinds)))), dtype=torch.long),
+            "orders": torch.tensor(list(itertools.permutations(range(len(kinds)))), dtype=torch.long),
             "kinds": torch.tensor(kinds, dtype=torch.long),
             "amounts": torch.tensor([amounts[kind] for kind in kinds]),
         }
@@ -347,21 +347,37 @@ class Augment(nn.Module):
 class Views(nn.Module):
     """What a step sees of each image: two global views, n local ones of another size, and perhaps a blend of the first
     view with that of another image. All views of one size are one batch, one view below the other.
+
+    `second` makes the second global view, if it has an augmentation of its own.
     """
 
-    def __init__(self, augment: Augment, *, local: Augment | None = None, n: int = 0, blends: bool = False) -> None:
+    def __init__(
+        self,
+        augment: Augment,
+        *,
+        second: Augment | None = None,
+        local: Augment | None = None,
+        n: int = 0,
+        blends: bool = False,
+    ) -> None:
         super().__init__()
-        self.makers: Any = nn.ModuleList([augment, *([local] if local is not None and n else [])])
-        self.counts = (GLOBAL, n)[: len(self.makers)]
+        pair = [(GLOBAL, augment)] if second is None else [(1, augment), (1, second)]
+        batches = [pair, *([[(n, local)]] if local is not None and n else [])]
+        self.makers: Any = nn.ModuleList(maker for batch in batches for _, maker in batch)
+        self.counts = [n for batch in batches for n, _ in batch]  # the views that each of them makes
+        ends = [*itertools.accumulate(len(batch) for batch in batches)]
+        self.members = [slice(end - len(batch), end) for end, batch in zip(ends, batches, strict=True)]
+        self.sizes = [batch[0][1].size for batch in batches]
         self.blends = blends
 
     @property
     def passes(self) -> tuple[int, ...]:
         """The number of views in each batch."""
-        return self.counts[0] + self.blends, *self.counts[1:]
+        first, *others = (sum(self.counts[members]) for members in self.members)
+        return first + self.blends, *others
 
     def draw(self, b: int, *, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """The uniform numbers of b images, (views, b, numbers) for each batch of views; for blends also t (1, b, 1)."""
+        """The uniform numbers of b images, (views, b, numbers) for each maker; for blends also t (1, b, 1)."""
         shapes = [(n, b, maker.draws) for n, maker in zip(self.counts, self.makers, strict=True)]
         shapes += [(1, b, 1)] * self.blends
         return tuple(torch.rand(shape, generator=generator, device=generator.device) for shape in shapes)
@@ -372,11 +388,16 @@ class Views(nn.Module):
 
     def forward(self, images: Tensor, u: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """uint8 images (b, C, H, W) → one batch for each size, (views · b, 3 or C, size, size), in channels_last."""
-        return tuple(self.batch(i, images, u) for i in range(len(self.makers)))
+        return tuple(self.batch(i, images, u) for i in range(len(self.members)))
 
     def batch(self, i: int, images: Tensor, u: Sequence[Tensor]) -> Tensor:
         """The i-th batch of views."""
-        views = self.makers[i](torch.cat([images] * self.counts[i]), u[i].flatten(0, 1))
+        members = self.members[i]
+        made = [
+            maker(torch.cat([images] * n), numbers.flatten(0, 1))
+            for n, maker, numbers in zip(self.counts[members], self.makers[members], u[members], strict=True)
+        ]
         if self.blends and i == 0:
-            views = torch.cat((views, blend_pairs(views[: len(images)], self.t(u))[0]))
+            made.append(blend_pairs(made[0][: len(images)], self.t(u))[0])
+        views = torch.cat(made) if len(made) > 1 else made[0]
         return views.contiguous(memory_format=torch.channels_last)

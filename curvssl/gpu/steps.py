@@ -242,8 +242,7 @@ class FastStep:
         def embed(batch: Tensor, u: Sequence[Tensor], readers: int) -> tuple[Tensor, ...]:
             if not self._taken and batch.is_cuda:  # the encoder's kernels are compiled while torch compiles the views
                 with ThreadPoolExecutor(1) as thread:
-                    sizes = [maker.size for maker in step.views.makers]
-                    shapes = (len(batch), sizes, passes, low, torch.cuda.current_stream())
+                    shapes = (len(batch), step.views.sizes, passes, low, torch.cuda.current_stream())
                     done = thread.submit(layers.rehearse, net.encoder, *shapes)
                     for make in makers:
                         make(batch, u)

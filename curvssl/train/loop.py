@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import math
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from torch import nn
 
 from curvssl import ranks
 from curvssl.collectives import rank, world_size
-from curvssl.config import PretrainConfig, UserError
+from curvssl.config import AugmentConfig, PretrainConfig, UserError
 from curvssl.data import memory
 from curvssl.data.folders import write_bad_images
 from curvssl.data.images import TensorImages
@@ -108,7 +107,7 @@ def _train(
     progress: bool,
 ) -> None:
     config, main, world = run.config, ranks.is_main(), world_size()
-    mode = pick_mode(config.step, device=device, optimizer=config.optimizer)
+    mode = pick_mode(config.step, device=device)
     given = {"criterion": criterion, "encoder": encoder}
     if config.alpha_chord and config.batch_size % (2 * world):
         raise UserError(
@@ -271,7 +270,7 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def pick_mode(name: str, *, device: torch.device, optimizer: str) -> str:
+def pick_mode(name: str, *, device: torch.device) -> str:
     """How a step runs; `auto` takes the fastest that works."""
     if name == "captured" and device.type != "cuda":
         raise UserError("step captured needs a CUDA device: use --step eager or compiled")
@@ -284,9 +283,6 @@ def pick_mode(name: str, *, device: torch.device, optimizer: str) -> str:
             raise UserError(f"step {name} needs the folder curvssl/gpu, which is missing here: use --step eager")
         return "eager"
     if name in ("auto", "captured") and device.type == "cuda":
-        if optimizer == "lars":  # its learning rate would be a constant inside the captured kernels
-            print("lars cannot be captured in a CUDA graph: the step is compiled", file=sys.stderr)
-            return "compiled"
         return "captured"
     return "eager" if name == "auto" else name
 
@@ -304,10 +300,18 @@ def make_criterion(config: PretrainConfig) -> nn.Module:
 
 def make_views(config: PretrainConfig, data: Dataset) -> Views:
     """The views of the configuration."""
-    base = {"mean": data.mean, "std": data.std}
-    local = Augment(size=config.local_size, **base, **vars(config.local_augment())) if config.local_views else None
-    augment = Augment(size=config.image_size, **base, **vars(config.augment))
-    return Views(augment, local=local, n=config.local_views, blends=config.alpha_chord > 0)
+
+    def made(size: int, settings: AugmentConfig) -> Augment:
+        return Augment(size=size, mean=data.mean, std=data.std, **vars(settings))
+
+    second, local = config.second_augment(), config.local_augment()
+    return Views(
+        made(config.image_size, config.augment),
+        second=made(config.image_size, second) if second != config.augment else None,
+        local=made(config.local_size, local) if config.local_views else None,
+        n=config.local_views,
+        blends=config.alpha_chord > 0,
+    )
 
 
 def make_step(mode: str, *, net: nn.Module, device: torch.device, **parts: Any) -> Step:

@@ -5,7 +5,6 @@ The inputs of a step are tensors (which images, which uniform numbers, which lea
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from curvssl.config import UserError
 from curvssl.data.views import Views
 from curvssl.losses import GLOBAL, Loss, over_pairs, pairs
 from curvssl.models import per_view
+from curvssl.train.lars import Lars
 
 
 class Step:
@@ -153,7 +153,7 @@ def means(sums: Tensor, count: int, *, names: Sequence[str]) -> dict[str, float]
 def make_optimizer(
     net: nn.Module, *, name: str, lr: float, weight_decay: float, momentum: float, device: torch.device, mode: str
 ) -> torch.optim.Optimizer:
-    """adam and sgd are torch's, fused on CUDA; lars is timm's. A captured step reads `lr` from a tensor."""
+    """adam and sgd are torch's, fused on CUDA; lars is lars.py's. A captured step reads `lr` from a tensor."""
     captured = mode == "captured"
     rate = torch.tensor(lr, device=device) if captured else lr
     fused = True if device.type == "cuda" else None
@@ -161,15 +161,4 @@ def make_optimizer(
         return torch.optim.Adam(net.parameters(), lr=rate, weight_decay=weight_decay, fused=fused, capturable=captured)
     if name == "sgd":
         return torch.optim.SGD(net.parameters(), lr=rate, weight_decay=weight_decay, momentum=momentum, fused=fused)
-    try:
-        from timm.optim import Lars
-    except ModuleNotFoundError:
-        raise UserError("optimizer lars needs timm: pip install 'curvssl[timm]'") from None
-    # Gains and biases get neither weight decay nor the layer-wise rate.
-    plain = [p for p in net.parameters() if p.ndim < 2]
-    layers = [p for p in net.parameters() if p.ndim >= 2]
-    groups: list[dict[str, Any]] = [
-        {"params": layers, "weight_decay": weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    return Lars(groups, lr=lr, momentum=momentum)
+    return Lars(net, lr=rate, momentum=momentum, weight_decay=weight_decay)

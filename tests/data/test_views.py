@@ -470,3 +470,18 @@ def test_a_blend_mixes_the_first_view_of_two_neighbouring_images() -> None:
 def test_batches_of_views_are_in_channels_last() -> None:
     for batch in seen(many(2, blends=True), photos(4))[0]:
         assert batch.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_second_view_may_have_an_augmentation_of_its_own() -> None:
+    images = photos(4)
+    first = Augment(size=16, mean=MEAN, std=STD, **OFF)
+    second = Augment(size=16, mean=MEAN, std=STD, **{**OFF, "solarize": 1.0})
+    views = Views(first, second=second, blends=True)
+    assert views.passes == (3,)
+    (batch,), u = seen(views, images)
+    one, other, blend = batch.chunk(3)
+    torch.testing.assert_close(one, first(images, u[0][0]))
+    torch.testing.assert_close(other, second(images, u[1][0]))
+    assert not torch.equal(one, other)
+    t = float(u[-1][0, 0, 0])
+    torch.testing.assert_close(blend[0], t * one[0] + (1 - t) * one[1])

@@ -107,9 +107,10 @@ def test_compiled_and_captured_steps_train_as_eager_ones_do(
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
-def test_a_captured_step_takes_another_optimiser(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("optimizer", ["sgd", "lars"])
+def test_a_captured_step_takes_another_optimiser(optimizer: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    settings = {"optimizer": "sgd", "bf16": True}
+    settings = {"optimizer": optimizer, "bf16": True}
     eager, step = (
         make_step("curvssl", mode, torch.device("cuda"), net=small_net("resnet18"), **settings)
         for mode in ("eager", "captured")

@@ -68,13 +68,15 @@ def test_help_through_the_real_command_names_every_command():
 def test_every_field_of_the_configuration_is_a_flag():
     base = PretrainConfig()
     views = {f.name: other(base.augment, f) for f in dataclasses.fields(AugmentConfig)}
-    local = {f.name: other(base.local, f) for f in dataclasses.fields(Colours)}
-    plain = [f for f in dataclasses.fields(PretrainConfig) if f.name not in ("augment", "local")]
+    colours = {f.name: other(base.local, f) for f in dataclasses.fields(Colours)}
+    plain = [f for f in dataclasses.fields(PretrainConfig) if f.name not in ("augment", "second", "local")]
     fields = {f.name: other(base, f) for f in plain}
     words = [word for name, value in fields.items() for word in flag(name, value)]
     words += [word for name, value in views.items() for word in flag(name, value, "augment.")]
-    words += [word for name, value in local.items() for word in flag(name, value, "local.")]
-    assert parsed(*words) == PretrainConfig(**fields, augment=AugmentConfig(**views), local=Colours(**local))
+    words += [word for name, value in colours.items() for word in flag(name, value, "local.")]
+    words += ["--second.solarize", "0.2"]
+    other_views = {"second": Colours(solarize=0.2), "local": Colours(**colours)}
+    assert parsed(*words) == PretrainConfig(**fields, augment=AugmentConfig(**views), **other_views)
 
 
 def test_without_flags_the_configuration_is_the_default():
@@ -181,7 +183,6 @@ def test_a_mistyped_name_does_not_occupy_the_run_directory(tmp_path: Path, capsy
     [
         ("sklearn", "data digits", "digits comes with scikit-learn, which is missing: pip install 'curvssl[train]'"),
         ("timm", "pretrain --encoder timm:resnet18 --out HERE", "needs timm: pip install 'curvssl[timm]'"),
-        ("timm", "pretrain --optimizer lars --out HERE", "optimizer lars needs timm: pip install 'curvssl[timm]'"),
     ],
 )
 def test_a_package_that_is_not_installed_is_named_with_how_to_get_it(

@@ -150,12 +150,15 @@ def test_two_configurations_share_a_key_if_they_differ_in_nothing_that_is_learne
     assert len(set(keys)) == 1 + len(other)
 
 
-def test_local_views_have_the_colours_of_the_global_ones_unless_told_otherwise():
+def test_other_views_have_the_colours_of_the_first_unless_told_otherwise():
     config = PretrainConfig(local_views=4, augment=AugmentConfig(hue=0.2, crop_scale=(0.3, 1.0)))
+    assert config.second_augment() == config.augment
     assert config.local_augment() == AugmentConfig(hue=0.2, crop_scale=(0.05, 0.25))
     told = dataclasses.replace(config, local=Colours(hue=0.0, blur=0.5), local_crop_scale=(0.1, 0.4))
     assert told.local_augment() == AugmentConfig(hue=0.0, blur=0.5, crop_scale=(0.1, 0.4))
-    assert PretrainConfig.from_dict(json.loads(json.dumps(told.to_dict()))) == told
+    solarized = dataclasses.replace(told, second=Colours(solarize=0.2))
+    assert solarized.second_augment() == dataclasses.replace(config.augment, solarize=0.2)
+    assert PretrainConfig.from_dict(json.loads(json.dumps(solarized.to_dict()))) == solarized
 
 
 @pytest.mark.parametrize(
@@ -165,6 +168,7 @@ def test_local_views_have_the_colours_of_the_global_ones_unless_told_otherwise()
         ({"local_views": 2, "local_size": 0}, "local_size=0 needs to be 1 or more"),
         ({"local_views": 2, "local_crop_scale": (0.5, 0.1)}, "local views: crop_scale="),
         ({"local_views": 2, "local": Colours(hue=2.0)}, "local views: hue=2.0"),
+        ({"second": Colours(blur=2.0)}, "second view: blur=2.0"),
         ({"alpha_chord": -1.0}, "alpha_chord=-1.0 needs to be 0 or more"),
         ({"alpha_chord": 1.0, "batch_size": 255}, "batch_size=255 has no pairs to blend for alpha_chord"),
         ({"alpha_chord": 1.0, "method": "own"}, "an own criterion sees no blends"),

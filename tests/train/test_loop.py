@@ -22,6 +22,7 @@ from curvssl.files import lock
 from curvssl.losses import BarlowTwinsLoss
 from curvssl.rundir import Run
 from curvssl.train import loop as train
+from curvssl.train.lars import Lars
 from curvssl.train.loop import Stopped, learning_rate, pretrain
 from curvssl.train.step import Step, make_optimizer
 
@@ -371,9 +372,28 @@ def test_a_step_of_lars_is_scaled_layer_by_layer_and_spares_gains_and_biases():
     for p, w, g in zip(net.parameters(), before, gradient, strict=True):
         if w.ndim == 1:
             assert close(p.detach(), w - 0.1 * g)
-        else:  # η ‖w‖ / (‖g‖ + β ‖w‖), You et al. 2017, Eq. (6)
-            trust = 0.001 * w.norm() / (g.norm() + 0.01 * w.norm())
-            assert close(p.detach(), w - 0.1 * trust * (g + 0.01 * w))
+        else:  # η ‖w‖ / (‖g‖ + β ‖w‖), You et al. 2017, Eq. (6), but no more than the rate
+            local = min(0.1, float(0.02 * w.norm() / (g.norm() + 0.01 * w.norm())))
+            assert close(p.detach(), w - local * (g + 0.01 * w))
+
+
+@pytest.mark.parametrize("rate", [1e-3, 0.3, torch.tensor(0.3)], ids=["clipped", "fitted", "as a tensor"])
+def test_steps_of_lars_are_timms(rate: Any):
+    timm = pytest.importorskip("timm.optim")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(32, 4)).double()
+    twin = deepcopy(net)
+    ours = Lars(net, lr=rate, momentum=0.9, weight_decay=1e-2)
+    groups = [{"params": [p for p in twin.parameters() if (p.ndim > 1) == layers]} for layers in (True, False)]
+    groups[0]["weight_decay"] = 1e-2  # type: ignore[assignment]
+    theirs = timm.Lars(groups, lr=float(rate), momentum=0.9, trust_coeff=0.02, trust_clip=True)
+    for _ in range(4):
+        x = torch.randn(5, 3, 4, 4, dtype=torch.float64)
+        for module, optimizer in ((net, ours), (twin, theirs)):
+            optimizer.zero_grad()
+            module(x).square().mean().backward()
+            optimizer.step()
+    torch.testing.assert_close(dict(net.named_parameters()), dict(twin.named_parameters()))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lars"])
@@ -397,6 +417,6 @@ def test_what_this_machine_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(UserError, match="there is no CUDA device here: use --device cpu"):
         train.pick_device("cuda")
     with pytest.raises(UserError, match="step captured needs a CUDA device"):
-        train.pick_mode("captured", device=CPU, optimizer="adam")
+        train.pick_mode("captured", device=CPU)
     assert train.pick_device("auto") == CPU
-    assert train.pick_mode("auto", device=CPU, optimizer="adam") == "eager"
+    assert train.pick_mode("auto", device=CPU) == "eager"
