@@ -1,6 +1,7 @@
 """The command line: parse the arguments, call a function, print. Heavy imports happen only when a command runs."""
 
 import contextlib
+import dataclasses
 import io
 import itertools
 import os
@@ -14,6 +15,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional
 
+from curvssl import __version__
 from curvssl.config import PRESETS, PretrainConfig, UserError, unknown
 from curvssl.files import say
 from curvssl.methods import title_of
@@ -28,6 +30,9 @@ def main(arguments: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a file name, or a Greek letter, may have no place in the encoding
             stream.reconfigure(errors="backslashreplace")
+    if arguments == ["--version"]:
+        print(f"curvssl {__version__}")
+        return
     try:
         _parse(arguments)
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -73,7 +78,7 @@ def _parse(arguments: list[str]) -> None:
     try:
         with contextlib.redirect_stderr(said):
             command = tyro.extras.subcommand_cli_from_dict(
-                commands(preset_in(arguments)), prog="curvssl", description=TITLE, args=arguments
+                commands(defaults_in(arguments)), prog="curvssl", description=TITLE, args=arguments
             )
     except SystemExit as exit:
         if exit.code == 2:
@@ -97,21 +102,39 @@ def one_line(box: str) -> str:
     return text
 
 
-def preset_in(arguments: list[str]) -> str:
-    """The preset that the defaults of the flags come from."""
+def tell_of_bad(path: Path) -> None:
+    """One line about the images that could not be read."""
+    if path.exists():
+        n = len(path.read_bytes().splitlines())
+        say(f"{n:,} {'image' if n == 1 else 'images'} could not be read and took no part: {path}")
+
+
+def value_of(option: str, arguments: list[str]) -> str:
+    """What was given for an option, before anything is parsed."""
     for i, word in enumerate(arguments):
-        if word == "--preset":
+        if word == option:
             return (arguments[i + 1 :] or [""])[0]
-        if word.startswith("--preset="):
-            return word.removeprefix("--preset=")
+        if word.startswith(f"{option}="):
+            return word.removeprefix(f"{option}=")
     return ""
 
 
-def commands(preset: str) -> dict[str, Callable[..., Any]]:
-    """Each command as a function of its flags; it returns the function that does the work."""
+def defaults_in(arguments: list[str]) -> PretrainConfig:
+    """The defaults of the flags: those of the preset, whose warm-up is shortened with a run that is shorter than it."""
+    preset, epochs = value_of("--preset", arguments), value_of("--epochs", arguments)
     if preset and preset not in PRESETS:
         raise unknown("preset", preset, PRESETS)
     defaults = PRESETS[preset]() if preset else PretrainConfig()
+    if epochs.isdecimal() and 0 < int(epochs) < defaults.warmup_epochs and not value_of("--warmup-epochs", arguments):
+        share = defaults.warmup_epochs / defaults.epochs
+        warmup = round(share * int(epochs), 2)
+        say(f"the warm-up of {preset}, {defaults.warmup_epochs:g} epochs, is longer than this run: using {warmup:g}")
+        defaults = dataclasses.replace(defaults, epochs=int(epochs), warmup_epochs=warmup)
+    return defaults
+
+
+def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
+    """Each command as a function of its flags; it returns the function that does the work."""
 
     def demo(out: Path = Path("runs/demo"), epochs: int = 16, pictures: bool = True) -> Callable[[], None]:
         """Pretrain, probe and map all four objectives on scikit-learn's digits, and print one table.
@@ -153,6 +176,7 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
             knn = f", kNN {last['knn']:.1f} %" if "knn" in last else ""
             after = "probe" if run.read_json("data.json").get("classes") else "map"
             print(f"{run.path}: {last['epoch']} epochs, loss {last['loss']:.4g}{knn}; next: curvssl {after} {run.path}")
+            tell_of_bad(run.path / "bad-images.txt")
 
         return go
 
@@ -209,11 +233,11 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
         return go
 
     def embed(run: Positional[Path], images: Positional[Path], out: Path) -> Callable[[], None]:
-        """Features h and z of a folder of images or of a uint8 array (.npy, .npz), written to one npz.
+        """Features h and z of a folder of images, one image or a uint8 array (.npy, .npz), written to one npz.
 
         Args:
             run: a run directory.
-            images: a folder of images, or an array file.
+            images: a folder of images, one image, or an array file.
             out: the npz to write.
         """
 
@@ -225,6 +249,7 @@ def commands(preset: str) -> dict[str, Callable[..., Any]]:
             if not speaks():
                 return
             print(f"{out}: h {tuple(made.h.shape)}" + (f", z {tuple(made.z.shape)}" if made.z is not None else ""))
+            tell_of_bad(out.with_name(out.name + ".bad-images.txt"))
 
         return go
 

@@ -89,7 +89,7 @@ class PretrainConfig(LossSettings):
 
     method: str = "curvssl"
     dataset: str = "digits"  # a named set (curvssl data lists them), folder:PATH or array:FILE
-    seed: int = 0  # on CPU the same seed gives the same weights to the last bit
+    seed: int = 0  # on CPU the same seed and number of threads give the same weights to the last bit
     epochs: int = 100  # passes over the training images
     batch_size: int = 256  # the global batch, over all devices; neighbours are sought inside it
     image_size: int = 32  # the views are this many pixels wide and high

@@ -14,6 +14,11 @@ from curvssl.rundir import Run
 from curvssl.train.loop import pretrain
 
 SEEDS = (0, 1, 2)  # of the probes
+NEXT = """
+next, with your own images:
+  curvssl pretrain --dataset folder:PHOTOS --out runs/photos   train on a folder, without labels
+  curvssl embed runs/photos PHOTOS --out features.npz          features of every image
+  curvssl report runs/photos                                   the page for your run"""
 
 
 def run_demo(out: Path, *, epochs: int, pictures: bool) -> list[Run]:
@@ -36,4 +41,5 @@ def run_demo(out: Path, *, epochs: int, pictures: bool) -> list[Run]:
         shown = sorted(runs, key=lambda run: run.config.method not in ("curvssl", "barlow-twins"))
         shown[:2] = sorted(shown[:2], key=lambda run: run.config.method, reverse=True)
         print(f"\nlook at the whole of it: {report([run.path for run in shown], out / 'report.html')}")
+    print(NEXT)
     return runs

@@ -212,11 +212,19 @@ def write_bad_images(path: Path, bad: Bad) -> None:
         path.unlink(missing_ok=True)
 
 
+def one_name(name: str) -> Names:
+    block = os.fsencode(name)
+    return Names(block, np.array([len(block)], dtype=np.int64))
+
+
 def open_images(path: Path, *, canvas: int, channels: int) -> Images:
-    """All images of a folder or an array file, in order; image files are decoded to this canvas and 1 or 3 channels."""
-    if path.is_dir():
-        names = list_images(path)
-        return FolderImages(torch.arange(len(names)), 1 if channels == 1 else 3, canvas, str(path), names)
+    """All images of a folder or an array file, in order, or one image file. Files are decoded to this canvas and to 1
+    or 3 channels."""
+    if not path.exists():
+        raise UserError(f"{path} does not exist: give a folder of images, one image, or an array (.npy, .npz)")
+    if path.is_dir() or is_image(path.name):
+        folder, names = (path, list_images(path)) if path.is_dir() else (path.parent, one_name(path.name))
+        return FolderImages(torch.arange(len(names)), 1 if channels == 1 else 3, canvas, str(folder), names)
     pixels, _, _ = open_array(path)
     return ArrayImages(torch.arange(len(pixels)), path, pixels)
 

@@ -72,6 +72,10 @@ def load(name: str, *, root: Path | None = None, source: str = "auto", size: int
             raise UserError(f"{name} has no path behind the colon: is a variable of the shell not set?")
         return PREFIXES[prefix](rest, size=size)
     if name not in DATASETS:
+        here = Path(name).expanduser()
+        if here.exists():
+            kind = "folder" if here.is_dir() else "array"
+            raise UserError(f"{name} is no named data set but a path: use {kind}:{name}")
         raise unknown("dataset", name, [*DATASETS, *(f"{prefix}:PATH" for prefix in PREFIXES)])
     root = Path(root or os.environ.get("CURVSSL_DATA") or "~/.cache/curvssl").expanduser()
     return DATASETS[name](root=root, source=source)

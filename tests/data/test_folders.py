@@ -448,6 +448,16 @@ def test_embedding_a_runs_own_folder_gives_its_features(in_memory: Run, digits: 
         assert file["path"][0] == "class 0/0000.png" or file["path"][0].startswith("class 0/")
 
 
+def test_one_image_is_embedded_and_what_is_not_there_is_told(in_memory: Run, digits: Path, tmp_path: Path):
+    everything = embed(in_memory, digits, out=tmp_path / "all.npz").h
+    with np.load(tmp_path / "all.npz") as file:
+        name = str(file["path"][7])
+    one = embed(in_memory, digits / name, out=tmp_path / "one.npz").h
+    torch.testing.assert_close(one, everything[7:8])
+    with pytest.raises(UserError, match=r"nothere does not exist: give a folder of images, one image, or an array"):
+        embed(in_memory, tmp_path / "nothere", out=tmp_path / "none.npz")
+
+
 def test_probes_read_the_labels_of_the_subfolders(in_memory: Run):
     found = probe(in_memory, seeds=(0,))
     assert {"linear", "knn", "raw pixels", "random encoder"} <= found.keys()

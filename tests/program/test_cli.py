@@ -14,15 +14,18 @@ import pytest
 import tyro
 from pipeline import TINY, finish, start
 
-from curvssl.cli import commands, main, one_line, preset_in
-from curvssl.config import CHOICES, PRESETS, AugmentConfig, Colours, PretrainConfig
+import curvssl
+from curvssl.cli import commands, defaults_in, main, one_line
+from curvssl.config import CHOICES, PRESETS, AugmentConfig, Colours, PretrainConfig, UserError
+from curvssl.data.named import load
 
-COMMANDS = list(commands(""))
+COMMANDS = list(commands(PretrainConfig()))
 
 
 def parsed(*arguments: str) -> PretrainConfig:
     """The configuration that `curvssl pretrain …` would train."""
-    command = tyro.extras.subcommand_cli_from_dict(commands(preset_in(list(arguments))), args=["pretrain", *arguments])
+    words = ["pretrain", *arguments]
+    command = tyro.extras.subcommand_cli_from_dict(commands(defaults_in(words)), args=words)
     return inspect.getclosurevars(command).nonlocals["config"]
 
 
@@ -235,3 +238,32 @@ def test_a_terminal_without_utf8_gets_every_line(tmp_path: Path):
 def test_a_message_in_a_box_becomes_one_line(rule: str):
     box = f"╭─ Parsing error ─╮\n│ First half │\n second half \n{rule * 20}\n│ For full helptext, run --help │\n╰──╯\n"
     assert one_line(box) == "First half second half"
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]):
+    main(["--version"])
+    assert capsys.readouterr().out == f"curvssl {curvssl.__version__}\n"
+
+
+def test_a_preset_that_is_shortened_below_its_warm_up_warms_up_for_the_same_share(capsys: pytest.CaptureFixture[str]):
+    short = parsed("--preset", "paper-cifar10", "--epochs", "20")
+    assert (short.epochs, short.warmup_epochs) == (20, 80 / 500 * 20)
+    assert capsys.readouterr().err.count("\n") == 1
+    told = parsed("--preset", "paper-cifar10", "--epochs", "20", "--warmup-epochs", "5")
+    assert (told.epochs, told.warmup_epochs) == (20, 5)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_path_that_is_given_as_a_data_set_is_told_how_to_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(UserError, match="photos is no named data set but a path: use folder:photos"):
+        load("photos")
+
+
+def test_only_what_is_near_is_suggested():
+    with pytest.raises(UserError) as far:
+        PretrainConfig(method="simclr")
+    assert "did you mean" not in str(far.value)
+    with pytest.raises(UserError, match="did you mean 'barlow-twins'"):
+        PretrainConfig(method="barlow")

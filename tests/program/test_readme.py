@@ -16,7 +16,7 @@ import tyro
 from PIL import Image
 from pipeline import one_thread
 
-from curvssl.cli import commands, main, preset_in
+from curvssl.cli import commands, defaults_in, main, value_of
 from curvssl.data import named as data
 from curvssl.data.sources import SHA256
 from curvssl.methods import METHODS, title_of
@@ -94,7 +94,7 @@ def test_readmes_commands_are_commands():
     assert len(OURS) == len(re.findall(r"^\W*curvssl ", fenced, flags=re.MULTILINE)) > 0  # none is missed
     for line in OURS:
         words = shlex.split(line)[1:]
-        tyro.extras.subcommand_cli_from_dict(commands(preset_in(words)), prog="curvssl", args=words)
+        tyro.extras.subcommand_cli_from_dict(commands(defaults_in(words)), prog="curvssl", args=words)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_readmes_command_works_as_written(line: str, folder: Path, command: Comm
         if not all((root / name / f"{part}.npy").exists() for part in SHA256[name]):
             pytest.skip(f"{name} is not in {root}: run `curvssl data {name}` to test it")
     monkeypatch.chdir(folder)
-    if words[0] == "pretrain" and preset_in(words) != "demo":
+    if words[0] == "pretrain" and value_of("--preset", words) != "demo":
         stop_in_the_first_step(words, command, monkeypatch)
     else:
         out, _ = command(*words)
