@@ -58,9 +58,12 @@ class AugmentConfig:
             _within(name, getattr(self, name), 0, 1)
         _within("hue", self.hue, 0, 0.5)
         _within("rotation", self.rotation, 0, 180)
-        for name, (low, high) in (("crop_scale", self.crop_scale), ("crop_ratio", self.crop_ratio)):
-            if not 0 < low <= high < math.inf or (name == "crop_scale" and high > 1):
-                raise UserError(f"{name}={(low, high)} needs 0 < low ≤ high {'≤ 1' if name == 'crop_scale' else '< ∞'}")
+        low, high = self.crop_scale
+        if not 0 < low <= high <= 1:
+            raise UserError(f"crop_scale={self.crop_scale} needs 0 < low ≤ high ≤ 1")
+        low, high = self.crop_ratio
+        if not 1e-3 <= low <= high <= 1e3:
+            raise UserError(f"crop_ratio={self.crop_ratio} needs 0.001 ≤ low ≤ high ≤ 1000")
 
 
 # How the colours of some views differ from those of the first global one; what is not given is the same.

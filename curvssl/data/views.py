@@ -60,8 +60,8 @@ def crop_box(
     first = fits.int().argmax(1, keepdim=True)
     w, h, any_fits = w.gather(1, first), h.gather(1, first), fits.any(1, keepdim=True)
 
-    central_h = min(height, round(width / ratio[0]))
-    central_w = min(width, round(height * ratio[1]))
+    central_h = min(height, max(1, round(width / ratio[0])))
+    central_w = min(width, max(1, round(height * ratio[1])))
     top = torch.where(any_fits, integers(u_top, height - h + 1), (height - central_h) // 2)
     left = torch.where(any_fits, integers(u_left, width - w + 1), (width - central_w) // 2)
     h, w = torch.where(any_fits, h, central_h), torch.where(any_fits, w, central_w)

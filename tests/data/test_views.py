@@ -485,3 +485,9 @@ def test_a_second_view_may_have_an_augmentation_of_its_own() -> None:
     assert not torch.equal(one, other)
     t = float(u[-1][0, 0, 0])
     torch.testing.assert_close(blend[0], t * one[0] + (1 - t) * one[1])
+
+
+@pytest.mark.parametrize("ratio", [(1e-3, 1e-3), (1e3, 1e3), (1e-3, 1e3)])
+def test_the_longest_crops_that_are_allowed_give_finite_views(ratio: tuple[float, float]) -> None:
+    model = Augment(size=16, mean=MEAN, std=STD, crop_ratio=ratio)
+    assert model(photos(8), uniforms(8, model.draws)).isfinite().all()
