@@ -8,7 +8,7 @@ import json
 import math
 import string
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ SCRIPTS = ("data", "charts", "map", "hands", "sections", "main", "page")
 NEIGHBORS = 6  # shown around an image, by distance in feature space
 MAPS = 4  # up to this many runs all get a map; of more, only each method's first seed, to keep the page small for mail
 SHEET = 100  # thumbnails per side of a sprite sheet: browsers decode 3,200 × 3,200 pixels without problems
+# "image", "global 1", "global 2", "local 1", …, "blend": uint8 (n, 1 or 3, height, width) each
+Columns = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class RunData:
     probes: dict[str, Any]  # probes.json
     points: Points | None = None
     pictured: Pictured | None = None
+    seen: Columns | None = None  # some images and all views of them
 
 
 # ---- arrays as text
@@ -119,6 +122,23 @@ def squares(images: np.ndarray, side: int) -> np.ndarray:
     planes = images.reshape(-1, whole, whole)
     shrunk = [np.asarray(Image.fromarray(plane).resize((side, side), Image.Resampling.BOX)) for plane in planes]
     return np.stack(shrunk).reshape(*images.shape[:2], side, side)
+
+
+def fitted(pixels: np.ndarray, *, side: int, enlarge: bool) -> Any:
+    """(1 or 3, height, width) as a PIL image whose longer side is `side`; enlarged pixels are squares."""
+    from PIL import Image
+
+    image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
+    longer = max(image.size)
+    if longer == side or (longer < side and not enlarge):
+        return image
+    width, height = (max(1, round(n * side / longer)) for n in image.size)
+    return image.resize((width, height), Image.Resampling.NEAREST if longer < side else Image.Resampling.BOX)
+
+
+def size_of(column: np.ndarray) -> str:
+    """Width × height of the images in a column."""
+    return f"{column.shape[3]}×{column.shape[2]}"
 
 
 def thumbnails(images: np.ndarray) -> dict[str, Any]:
