@@ -180,6 +180,45 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
 
         return go
 
+    def views(
+        dataset: Positional[str],
+        config: Annotated[PretrainConfig, tyro.conf.arg(name="")] = defaults,
+        preset: str = "",
+        out: Path = Path("views.png"),
+        images: int = 8,
+        source: str = "auto",
+    ) -> Callable[[], None]:
+        """Draw what the network would see of some images in its first step, without training: the images and all their
+        views, side by side. Takes every flag of pretrain.
+
+        Args:
+            dataset: a named set, folder:PATH or array:FILE.
+            preset: defaults of the other flags: demo, paper-mnist or paper-cifar10.
+            out: the .png or .pdf to write.
+            images: number of images.
+            source: where data sets are downloaded from.
+        """
+
+        def go() -> None:
+            if out.suffix.lower() not in (".png", ".pdf"):
+                raise UserError(f"out={out} needs to end in .png or .pdf")
+            if not 1 <= images <= config.batch_size:
+                raise UserError(f"images={images} needs to be between 1 and batch_size={config.batch_size}")
+            if config.dataset not in (dataset, defaults.dataset):
+                raise UserError(
+                    f"two data sets were given, {dataset} and --dataset {config.dataset}: leave out the flag"
+                )
+
+            from curvssl.data.named import load
+            from curvssl.report import seen
+
+            data = load(dataset, source=source, size=config.image_size)
+            shown = seen.first_step(config, data, images=images)
+            seen.draw(shown, title=f"What the network sees of {dataset}", out=out)
+            print(f"{out}: {seen.summary(shown)}")
+
+        return go
+
     def probe(run: Positional[Path], seeds: int = 3, floors: bool = True, source: str = "auto") -> Callable[[], None]:
         """Accuracy of linear, hidden-layer and kNN probes on the frozen encoder, on raw pixels and on random weights.
 
@@ -378,6 +417,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
     return {
         "demo": demo,
         "pretrain": pretrain,
+        "views": views,
         "probe": probe,
         "map": map,
         "report": report,

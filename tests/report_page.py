@@ -200,6 +200,20 @@ class Opened:
         )
         return np.array(data, dtype=np.uint8).reshape(side, side, 4)[..., :3]
 
+    def images(self, selector: str) -> list[list[np.ndarray]]:
+        """The pixels (height, width, 3) of the images in each row of a table."""
+        rows = self.page.evaluate(
+            """(selector) => Promise.all([...document.querySelectorAll(selector + " tr")].map((row) =>
+               Promise.all([...row.querySelectorAll("img")].map(async (image) => {
+                 await image.decode();
+                 const [width, height] = [image.naturalWidth, image.naturalHeight];
+                 const copy = new OffscreenCanvas(width, height).getContext("2d");
+                 copy.drawImage(image, 0, 0);
+                 return [height, width, [...copy.getImageData(0, 0, width, height).data]]; }))))""",
+            selector,
+        )
+        return [[np.array(data, np.uint8).reshape(h, w, 4)[..., :3] for h, w, data in row] for row in rows]
+
     def rows_of(self, selector: str) -> list[int]:
         """The rows of the images in a gallery."""
         return self.page.evaluate(

@@ -119,17 +119,24 @@ def draw(
 
 
 def write_figure(figure: Any, out: Path) -> tuple[Path, Path]:
-    """Write OUT.png and OUT.pdf; the same figure gives the same bytes, so the PDF has no date."""
+    """Write OUT.png and OUT.pdf."""
+    png, pdf = out.with_name(out.name + ".png"), out.with_name(out.name + ".pdf")
+    for path in (png, pdf):
+        write_picture(figure, path)
+    return png, pdf
+
+
+def write_picture(figure: Any, path: Path) -> None:
+    """Write a .png or .pdf; the same figure gives the same bytes, so a PDF has no date."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):  # a class or a folder may have any name: "$" starts no formula
         text.set(text=text.get_text().encode(errors="replace").decode(), parse_math=False)
-    png, pdf = out.with_name(out.name + ".png"), out.with_name(out.name + ".pdf")
+    kind = path.suffix.removeprefix(".").lower()
+    settings: dict[str, Any] = {"metadata": {"CreationDate": None}} if kind == "pdf" else {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"Glyph \d+ .*missing from font")  # a box is drawn instead
-        write_atomic(png, lambda file: figure.savefig(file, format="png", dpi=DPI))
-        write_atomic(pdf, lambda file: figure.savefig(file, format="pdf", dpi=DPI, metadata={"CreationDate": None}))
-    return png, pdf
+        write_atomic(path, lambda file: figure.savefig(file, format=kind, dpi=DPI, **settings))
 
 
 def _by_class(

@@ -35,6 +35,7 @@ from curvssl.report.page import (
     squares,
     thumbnail_side,
 )
+from curvssl.report.seen import first_step
 from curvssl.rundir import Run
 
 REFERENCE = 5_000  # outliers of a larger set are sought among every second, third, … row: time grows as N · REFERENCE
@@ -100,7 +101,7 @@ def collect(run: Run, *, source: str = "auto", points: bool = True) -> RunData:
         cosines=cosines.numpy(),
         **judged,
     )
-    return RunData(**numbers, points=made, pictured=pictured)
+    return RunData(**numbers, points=made, pictured=pictured, seen=first_step(run.config, data))
 
 
 def chosen(n: int) -> Tensor:

@@ -7,11 +7,12 @@
 /** @typedef {{xy: Packed, predicted: Packed | null, confidence: Packed | null, curvature: Packed[], outlier: Packed,
  *   neighbors: Packed, distances: Packed, cosines: Packed}} RawPoints */
 /** @typedef {{accuracy?: number[], mean?: number, std?: number}} Score */
+/** @typedef {{groups: string[], columns: {name: string, size: string, images: string[]}[]}} Seen */
 /** @typedef {Record<string, any>} Tree */
 /** @typedef {{name: string, group: number, split: number, config: Tree, provenance: Tree, probes: Tree,
  *   metrics: Record<string, (number | null)[]>, points: RawPoints | null}} RawRun */
 /** @typedef {{title: string, created: string, version: string, splits: RawSplit[], runs: RawRun[],
- *   groups: {name: string, runs: number[]}[]}} Payload */
+ *   groups: {name: string, runs: number[]}[], seen: Seen[]}} Payload */
 
 /** @typedef {Uint8Array | Uint16Array | Uint32Array} Integers */
 /** @typedef {{name: string, classes: string[], count: number, side: number, label: Integers | null,

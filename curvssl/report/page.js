@@ -158,6 +158,8 @@ summary();
 pickers();
 wire();
 byId("probes").replaceChildren(probeTable(payload));
+byId("seen").hidden = !payload.seen.length;
+byId("views").append(...payload.seen.map((seen) => seenTable(seen, payload.seen.length > 1)));
 curves();
 byId("origins").replaceChildren(...origins(payload, copy));
 if (mapped.length) build();

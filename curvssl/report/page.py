@@ -8,7 +8,7 @@ import json
 import math
 import string
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,10 @@ HERE = Path(__file__).parent
 SCRIPTS = ("data", "charts", "map", "hands", "sections", "main", "page")
 NEIGHBORS = 6  # shown around an image, by distance in feature space
 MAPS = 4  # up to this many runs all get a map; of more, only each method's first seed, to keep the page small for mail
+SEEN = 64  # pixels at most of a view on the page
 SHEET = 100  # thumbnails per side of a sprite sheet: browsers decode 3,200 × 3,200 pixels without problems
+# "image", "global 1", "global 2", "local 1", …, "blend": uint8 (n, 1 or 3, height, width) each
+Columns = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class RunData:
     probes: dict[str, Any]  # probes.json
     points: Points | None = None
     pictured: Pictured | None = None
+    seen: Columns | None = None  # some images and all views of them
 
 
 # ---- arrays as text
@@ -121,6 +125,23 @@ def squares(images: np.ndarray, side: int) -> np.ndarray:
     return np.stack(shrunk).reshape(*images.shape[:2], side, side)
 
 
+def fitted(pixels: np.ndarray, *, side: int, enlarge: bool) -> Any:
+    """(1 or 3, height, width) as a PIL image whose longer side is `side`; enlarged pixels are squares."""
+    from PIL import Image
+
+    image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
+    longer = max(image.size)
+    if longer == side or (longer < side and not enlarge):
+        return image
+    width, height = (max(1, round(n * side / longer)) for n in image.size)
+    return image.resize((width, height), Image.Resampling.NEAREST if longer < side else Image.Resampling.BOX)
+
+
+def size_of(column: np.ndarray) -> str:
+    """Width × height of the images in a column."""
+    return f"{column.shape[3]}×{column.shape[2]}"
+
+
 def thumbnails(images: np.ndarray) -> dict[str, Any]:
     """Sprite sheets as data URLs: WebP, lossless up to 16 pixels a side."""
     from PIL import Image
@@ -135,11 +156,20 @@ def thumbnails(images: np.ndarray) -> dict[str, Any]:
         part = np.concatenate([part, np.zeros((rows * columns - len(part), *part.shape[1:]), np.uint8)])
         grid = part.reshape(rows, columns, -1, side, side).transpose(0, 3, 1, 4, 2)
         grid = grid.reshape(rows * side, columns * side, -1)
-        file = io.BytesIO()
-        image = Image.fromarray(grid.squeeze(2) if grid.shape[2] == 1 else grid)
-        image.save(file, "WEBP", lossless=side <= 16, quality=40 if side <= 16 else 80, method=4)
-        sheets.append(f"data:image/webp;base64,{_base64(file.getvalue())}")
+        sheets.append(_webp(Image.fromarray(grid.squeeze(2) if grid.shape[2] == 1 else grid), lossless=side <= 16))
     return {"side": side, "columns": columns, "perSheet": columns * SHEET, "sheets": sheets}
+
+
+def _tile(pixels: np.ndarray) -> str:
+    """One view as a data URL; there are few, so that 32 pixels a side can still be lossless."""
+    image = fitted(pixels, side=SEEN, enlarge=False)
+    return _webp(image, lossless=max(image.size) <= 32)
+
+
+def _webp(image: Any, *, lossless: bool) -> str:
+    file = io.BytesIO()
+    image.save(file, "WEBP", lossless=lossless, quality=40 if lossless else 80, method=4)
+    return f"data:image/webp;base64,{_base64(file.getvalue())}"
 
 
 # ---- the page
@@ -225,7 +255,20 @@ def payload(runs: Sequence[RunData]) -> dict[str, Any]:
         "groups": grouped,
         "splits": list(splits.values()),
         "runs": entries,
+        "seen": _seen(runs, grouped),
     }
+
+
+def _seen(runs: Sequence[RunData], grouped: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the first run of each group sees; groups that see the same share one table."""
+    tables: dict[str, dict[str, Any]] = {}
+    for group in grouped:
+        if (shown := runs[group["runs"][0]].seen) is not None:
+            columns = [
+                {"name": n, "size": size_of(c), "images": [_tile(pixels) for pixels in c]} for n, c in shown.items()
+            ]
+            tables.setdefault(json.dumps(columns), {"groups": [], "columns": columns})["groups"].append(group["name"])
+    return list(tables.values())
 
 
 def _split(pictured: Pictured) -> dict[str, Any]:

@@ -79,6 +79,18 @@ function probeTable(payload) {
       floors.length ? "The rows in italics are floors, what a probe reads without any training." : ""));
 }
 
+/** One row per image: the image, then its views. @param {Seen} seen @param {boolean} named whether the page has several */
+function seenTable({ groups, columns }, named) {
+  const head = columns.map(({ name, size }) => element("th", { scope: "col" }, name, element("small", {}, size)));
+  const rows = columns[0].images.map((_, row) => element("tr", {}, ...columns.map(({ name, images }) => element("td", {},
+    element("img", { src: images[row], alt: `row ${row + 1}, ${name}` })))));
+  const blended = columns.some(({ name }) => name === "blend");
+  return element("div", { class: "card" }, ...(named ? [element("h4", {}, groups.join(", "))] : []),
+    element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `Views, ${groups.join(", ")}` },
+      element("table", { class: "seen" }, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows))),
+    ...(blended ? [element("p", { class: "note" }, "A blend mixes the first views of two rows: the first and the second, the third and the fourth, and so on.")] : []));
+}
+
 /** @param {Mapped} run @returns {number[][]} rows are the true classes */
 function confusion(run) {
   const size = run.split.classes.length;

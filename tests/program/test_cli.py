@@ -101,7 +101,7 @@ def test_a_preset_gives_the_defaults_and_a_flag_overrides_it_on_either_side(pres
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "no command was given: demo, pretrain, probe"),
+        ("", "no command was given: demo, pretrain, views, probe"),
         ("", "reproduce; curvssl --help explains them"),
         ("pretrain --out EMPTY", "--out is empty: is a variable of the shell not set?"),
         ("pretrain --out=", "--out= is empty"),
@@ -128,6 +128,13 @@ def test_a_preset_gives_the_defaults_and_a_flag_overrides_it_on_either_side(pres
         ("pretrain --dataset folder:HERE/none --out HERE/run", "HERE/none"),
         ("pretrain --out HERE/file", "HERE/file"),
         ("pretrain --step captured --device cpu --out HERE", "step captured needs a CUDA device"),
+        ("views", "a named set, folder:PATH or array:FILE"),
+        ("views digit", "did you mean 'digits'?"),
+        ("views folder:HERE/none", "HERE/none"),
+        ("views digits --dataset mnist", "two data sets were given, digits and --dataset mnist: leave out the flag"),
+        ("views digits --images 0", "images=0 needs to be between 1 and batch_size=256"),
+        ("views digits --out HERE/views.jpg", "views.jpg needs to end in .png or .pdf"),
+        ("views digits --preset demo --local-views 500", "draw fewer images or fewer views"),
         ("demo --epochs 0", "epochs=0"),
         ("demo --epoch 3", "did you mean --epochs?"),
         ("probe", "a run directory"),

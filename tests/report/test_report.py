@@ -1,6 +1,8 @@
 """The page in a real browser, opened from the file system, and its data without a browser."""
 
+import base64
 import dataclasses
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -9,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from report_page import Opened, cifar10_test, photographs, pictured, points, run
 
 from curvssl.config import UserError
@@ -159,9 +162,15 @@ def test_print_is_light_and_without_controls(browser: Any, grid: RunData, tmp_pa
 def test_page_is_never_wider_than_the_window(
     browser: Any, grid: RunData, other: RunData, tmp_path: Path, width: int
 ) -> None:
-    opened = single(browser, [grid, other], tmp_path, viewport={"width": width, "height": 800})
+    views = ["image", "global 1", "global 2", *(f"local {i}" for i in range(1, 11))]
+    seen = {name: np.zeros((2, 3, 16, 16), np.uint8) for name in views}
+    runs = [dataclasses.replace(grid, seen=seen), other]
+    opened = single(browser, runs, tmp_path, viewport={"width": width, "height": 800})
     opened.point_at(7)
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+    box = "document.querySelector('#views .scroll')"
+    hidden = opened.page.evaluate(f"{box}.scrollWidth - {box}.clientWidth")
+    assert (hidden > 0) == (width < 1440)  # views that do not fit are reached by scrolling inside their box
     opened.context.close()
 
 
@@ -618,6 +627,7 @@ def test_a_run_that_broke_off_has_gaps_not_errors(browser: Any, tmp_path: Path) 
     opened = single(browser, [dataclasses.replace(made, metrics=rows, probes={}, provenance={})], tmp_path)
     assert opened.page.locator("#curves figure").count() > 5
     assert not opened.page.is_visible("#map")
+    assert not opened.page.is_visible("#seen")
     assert opened.complaints == []
     opened.context.close()
 
@@ -650,8 +660,6 @@ def test_thumbnails_of_any_shape_show_the_middle_of_the_image(
 
 
 def test_packed_numbers_come_back_within_half_a_step() -> None:
-    import base64
-
     values = np.random.default_rng(0).normal(size=1000) * 40
     made = packed(values)
     steps = np.frombuffer(base64.b64decode(made["data"]), "<u2")
@@ -676,6 +684,20 @@ def test_runs_are_grouped_by_everything_but_their_seed() -> None:
     changed = dataclasses.replace(runs[0], name="k-20", config=runs[0].config | {"k": 20})
     assert groups(runs) == [{"name": "CurvSSL", "runs": [0, 1]}, {"name": "VICReg", "runs": [2]}]
     assert [group["name"] for group in groups([*runs, changed])] == ["digits-curvssl-seed0", "VICReg", "k-20"]
+
+
+def test_methods_that_see_the_same_share_a_table_and_seeds_show_their_first() -> None:
+    def seeing(shade: int, method: str, **settings: Any) -> RunData:
+        seen = {name: np.full((2, 3, 100, 50), shade, np.uint8) for name in ("image", "global 1", "global 2")}
+        return dataclasses.replace(run(method, None, **settings), seen=seen)
+
+    runs = [seeing(10, "curvssl"), seeing(20, "curvssl", seed=1), seeing(10, "vicreg"), seeing(30, "barlow-twins")]
+    made = payload([*runs, run("kernel-curvssl", None)])["seen"]
+    assert [table["groups"] for table in made] == [["CurvSSL", "VICReg"], ["Barlow Twins"]]
+    assert [column["size"] for column in made[0]["columns"]] == ["50×100"] * 3
+    with Image.open(io.BytesIO(base64.b64decode(made[1]["columns"][1]["images"][1].split(",")[1]))) as image:
+        assert image.size == (32, 64)
+        assert image.getpixel((16, 32)) == (30, 30, 30)
 
 
 def test_a_split_too_large_for_a_map_is_thinned_always_alike() -> None:
@@ -707,8 +729,6 @@ def test_edges_agree_with_the_double_loop() -> None:
 
 
 def test_pictures_are_png_and_pdf(grid: RunData, tmp_path: Path) -> None:
-    from PIL import Image
-
     from curvssl.report.collect import pictures
 
     made = pictures(grid, tmp_path)
@@ -733,9 +753,12 @@ def test_a_run_directory_becomes_a_page(browser: Any, tmp_path: Path) -> None:
     from curvssl.evaluate.runs import probe
     from curvssl.geometry import curvature
     from curvssl.report.collect import collect, report
+    from curvssl.report.seen import first_step
     from curvssl.train.loop import pretrain
 
-    made = pretrain(dataclasses.replace(demo(), epochs=1, warmup_epochs=0), out=tmp_path / "run", progress=False)
+    views: Any = {"local_views": 3, "local_size": 8, "alpha_chord": 1.0, "holdout": 0.5}
+    config = dataclasses.replace(demo(), epochs=1, warmup_epochs=0, **views)
+    made = pretrain(config, out=tmp_path / "run", progress=False)
     probe(made, seeds=(0,), floors=False)
     maps.save(torch.rand(360, 2, generator=torch.Generator().manual_seed(0)), made.path / "map-h-test.npz")
     page = report([made.path], tmp_path / "report.html")
@@ -763,6 +786,19 @@ def test_a_run_directory_becomes_a_page(browser: Any, tmp_path: Path) -> None:
     opened.point_at(100)
     shown = opened.rows_of("#inspector .chosen canvas")[0]
     np.testing.assert_array_equal(opened.thumbnail("#tip canvas")[..., 0], data.test.images.pixels[shown, 0].numpy())
+    heads = opened.page.locator("#views th").all_inner_texts()
+    local = [f"local {i}\n8×8" for i in (1, 2, 3)]
+    assert heads == ["image\n8×8", "global 1\n16×16", "global 2\n16×16", *local, "blend\n16×16"]
+    seen = first_step(config, data)
+    table = opened.images("#views tbody")
+    assert len(table) == 8
+    for row, pictures in enumerate(table):
+        for picture, column in zip(pictures, seen.values(), strict=True):
+            np.testing.assert_array_equal(picture, column[row].transpose(1, 2, 0).repeat(3, 2))
+    texts = opened.page.locator("#views img").evaluate_all("(images) => images.map((image) => image.alt)")
+    assert texts[:2] == ["row 1, image", "row 1, global 1"]
+    assert len(set(texts)) == 8 * 7
+    assert "A blend mixes" in opened.page.inner_text("#views")
     assert opened.complaints == []
     opened.context.close()
 
@@ -784,7 +820,6 @@ def test_the_outlier_score_is_about_one_and_high_for_an_odd_image(monkeypatch: p
 
 def test_a_folder_with_a_broken_file_becomes_a_page_of_the_others(browser: Any, tmp_path: Path) -> None:
     import torch
-    from PIL import Image
 
     from curvssl.config import demo
     from curvssl.data.folders import FolderImages
