@@ -1,5 +1,6 @@
 """The run directory: config, metrics, checkpoints and encoder of one run. Files appear whole or not at all."""
 
+import io
 import json
 import os
 import platform
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from curvssl.config import FREE, PretrainConfig, UserError
-from curvssl.files import write_atomic, write_bytes, write_json
+from curvssl.files import say, write_atomic, write_bytes, write_json
 from curvssl.methods import OWN
 
 if TYPE_CHECKING:
@@ -64,15 +65,13 @@ class Run:
     # ---- metrics ----
 
     def metrics(self) -> list[dict[str, Any]]:
-        """One row per epoch, up to the first half-written line, which a crash may leave."""
+        """One row per epoch, without lines that cannot be read: a crash may leave a half-written one."""
+        return [row for row in self._lines() if row is not None]
+
+    def _lines(self) -> list[dict[str, Any] | None]:
+        """The rows of all lines, None for one that cannot be read."""
         file = self.path / "metrics.jsonl"
-        rows = []
-        for line in file.read_bytes().splitlines() if file.exists() else []:
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                break
-        return rows
+        return [_row(line) for line in (file.read_bytes().splitlines() if file.exists() else [])]
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
@@ -82,8 +81,13 @@ class Run:
         """Delete the rows after the checkpoint from which training resumes, and half-written lines."""
         if step == 0:
             (self.path / "bad-images.txt").unlink(missing_ok=True)  # of an earlier run
-        kept = [json.dumps(row) + "\n" for row in self.metrics() if row["step"] <= step]
-        write_bytes(self.path / "metrics.jsonl", "".join(kept).encode())
+        file, lines = self.path / "metrics.jsonl", self._lines()
+        if lost := lines[:-1].count(None):  # the last one was only not finished
+            copy = file.with_suffix(".damaged.jsonl")
+            write_bytes(copy, file.read_bytes())
+            say(f"{lost} of {len(lines)} lines of {file} cannot be read and are left out; {copy.name} has them")
+        kept = [json.dumps(row) + "\n" for row in lines if row is not None and row["step"] <= step]
+        write_bytes(file, "".join(kept).encode())
 
     # ---- checkpoints ----
 
@@ -100,15 +104,23 @@ class Run:
             old.unlink()
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint that can be read; one that cannot is reported and deleted."""
+        """The newest checkpoint that is whole. One that is not is reported and kept under another name; one that the
+        system does not let us read is an error, because it may be as good as ever."""
         import torch
 
         for file in reversed(self.checkpoints()):
             try:
-                return torch.load(file, map_location="cpu", weights_only=True)
-            except Exception as error:
-                print(f"{file} cannot be read ({type(error).__name__}): going back to the one before", file=sys.stderr)
-                file.unlink()
+                content = file.read_bytes()
+            except OSError as error:
+                raise UserError(
+                    f"{file} cannot be read ({error.strerror or error}): mend that and start again, nothing was changed"
+                ) from None
+            try:
+                return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            except Exception as error:  # a damaged file can raise almost any error, an OSError too
+                kept = file.with_name(f"{file.name}.damaged")
+                say(f"{file} cannot be read ({type(error).__name__}): going back to the one before; see {kept.name}")
+                file.rename(kept)
         return None
 
     # ---- the result ----
@@ -209,6 +221,14 @@ def commit() -> str | None:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -130,7 +130,31 @@ def test_the_last_two_checkpoints_are_kept_and_a_truncated_one_falls_back(
     assert state["step"] == 10
     assert torch.equal(state["net"], torch.full((1000,), 10.0))
     assert "checkpoint-11.pt cannot be read" in capsys.readouterr().err
-    assert [file.name for file in tmp_path.glob("*checkpoint*")] == ["checkpoint-10.pt"]
+    names = sorted(file.name for file in tmp_path.glob("*checkpoint*"))
+    assert names == ["checkpoint-10.pt", "checkpoint-11.pt.damaged"]  # nothing is deleted
+
+
+def test_a_checkpoint_that_the_system_does_not_let_us_read_stops_the_run_and_stays(tmp_path: Path):
+    run = Run.create(tmp_path, TINY)
+    run.save_checkpoint({"step": 3})
+    (tmp_path / "checkpoint-7.pt").mkdir()  # reading a folder is a real OSError, for root as well
+    with pytest.raises(UserError, match=r"checkpoint-7.pt cannot be read .*: mend that and start again, nothing was"):
+        run.load_checkpoint()
+    assert sorted(file.name for file in tmp_path.glob("checkpoint*")) == ["checkpoint-3.pt", "checkpoint-7.pt"]
+
+
+def test_a_damaged_line_of_metrics_costs_that_line_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = Run.create(tmp_path, TINY)
+    for step in (10, 20, 30):
+        run.append_metrics({"step": step})
+    file = tmp_path / "metrics.jsonl"
+    damaged = file.read_bytes().replace(b'{"step": 20}', b'{"st\xffp": 20}')
+    file.write_bytes(damaged)
+    assert [row["step"] for row in run.metrics()] == [10, 30]
+    run.rewind_metrics(30)
+    assert [row["step"] for row in run.metrics()] == [10, 30]
+    assert "1 of 3 lines of" in capsys.readouterr().err
+    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == damaged
 
 
 def test_a_file_that_is_no_checkpoint_by_its_name_is_the_users_own(tmp_path: Path):
