@@ -80,14 +80,13 @@ def stored(name: str, sources: Sources, *, root: Path, source: str, mapped: bool
     if source not in ("auto", *sources):
         raise unknown(f"source for {name}", source, ["auto", *sources])
     folder = root / name
-    arrays, _ = _read(name, folder, mapped=mapped)
+    read = partial(_read, name, folder, mapped=mapped)
+    arrays, _ = read()
     if arrays is not None:
         return arrays
     try:
         with lock(folder, waiting=f"another process is fetching into {folder}; waiting for it"):
-            arrays, damage = _read(
-                name, folder, mapped=mapped
-            )  # again: another process may have downloaded it in the meantime
+            arrays, damage = read()  # again: another process may have downloaded it in the meantime
             if arrays is not None:
                 return arrays
             if damage:
@@ -101,7 +100,7 @@ def stored(name: str, sources: Sources, *, root: Path, source: str, mapped: bool
     except OSError as error:
         why = error.strerror or error
         raise UserError(f"cannot keep {name} in {folder} ({why}): set CURVSSL_DATA to a folder with room") from error
-    arrays, damage = _read(name, folder, mapped=mapped)
+    arrays, damage = read()
     if arrays is None:
         raise UserError(f"{damage or f'{folder} lost a file'} just after it was written: is the disk sound?")
     return arrays
