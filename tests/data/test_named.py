@@ -27,6 +27,7 @@ import torch
 from pipeline import TINY
 from torch import nn
 
+from curvssl.cli import main
 from curvssl.config import AugmentConfig, UserError
 from curvssl.data import memory, sources
 from curvssl.data import named as data
@@ -656,6 +657,17 @@ def test_cifar100s_class_names_are_those_behind_torchvisions_md5() -> None:
 
 
 # ---- STL-10: most images have no labels
+
+
+def test_the_command_counts_stl10s_images_without_labels(
+    site: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve_stl10(*site, small("stl10"), monkeypatch)
+    monkeypatch.setenv("CURVSSL_DATA", str(tmp_path))
+    main(["data", "stl10"])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "stl10: 6 training and 4 test images of 3×96×96, 4 images without labels"
+    assert [line.split()[0] for line in said[1:]] == list(PARTS)
 
 
 def test_stl10_stays_on_disk_and_reaches_other_processes_as_a_path(
