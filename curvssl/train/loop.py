@@ -119,7 +119,8 @@ def _train(
             f"--batch-size {config.batch_size} is the global batch, and {world} ranks cannot share it evenly: use "
             f"{config.batch_size // world * world or world} or {(config.batch_size // world + 1) * world}"
         )
-    rows_of = hold_out(len(data.train.images), share=config.holdout, seed=config.seed)
+    pool, labelled = data.pretraining, len(data.train.images)
+    rows_of = hold_out(labelled, share=config.holdout, seed=config.seed, unlabelled=len(pool) - labelled)
     fit = rows_of.fit
     steps_per_epoch = len(fit) // config.batch_size
     if steps_per_epoch == 0:
@@ -145,8 +146,8 @@ def _train(
     )
     views = make_views(config, data).to(device)
     seen_per_step = config.batch_size * sum(views.passes)
-    fits = not ranks.any_rank(not memory.fits(data.train.images, device=device))
-    images = memory.resident(data.train.images, device=device) if fits else None
+    fits = not ranks.any_rank(not memory.fits(pool, device=device))
+    images = memory.resident(pool, device=device) if fits else None
     step = make_step(
         mode,
         net=net,
@@ -205,8 +206,8 @@ def _train(
     fit_rows = fit.to(place)
     order = batches(len(fit), size=config.batch_size, seed=config.seed, first=done, last=last, device=place)
     rows = (fit_rows[batch[mine]] for batch in order)
-    inputs = data.train.images.batches(rows, device=device) if images is None else rows
-    watched = data.train.images if images is None else TensorImages.of(images)
+    inputs = pool.batches(rows, device=device) if images is None else rows
+    watched = pool if images is None else TensorImages.of(images)
     bar = watch.progress_bar(last, done, hidden=not progress, title=run.path.name)
     charts = watch.tensorboard(run.path, done=done) if main else nullcontext(lambda row: None)
 
@@ -220,7 +221,7 @@ def _train(
         if monitored:
             row |= watch.monitor(net, data, watched, rows_of, size=config.image_size, device=device)
         row["seconds"] = seconds + time.monotonic() - started
-        unreadable = data.train.images.exchange_bad()
+        unreadable = pool.exchange_bad()
         if main:
             if unreadable:  # a resumed run may not have come to them again yet
                 write_bad_images(run.path / "bad-images.txt", unreadable)

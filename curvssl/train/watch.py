@@ -116,7 +116,7 @@ def knn_accuracy(
 def monitor(
     net: Any, data: Dataset, images: Images, rows: Rows, *, size: int, device: torch.device
 ) -> dict[str, float]:
-    """kNN accuracy on the held-out rows, if there are labels; `images` are the training images, on any device."""
+    """kNN accuracy on the held-out rows, if there are labels; `images` are those of pretraining, on any device."""
     if data.train.labels is None:
         return {}
     data.train.images.exchange_bad()

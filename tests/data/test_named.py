@@ -19,18 +19,24 @@ import tarfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+from pipeline import TINY
+from torch import nn
 
-from curvssl.config import UserError
+from curvssl.cli import main
+from curvssl.config import AugmentConfig, UserError
+from curvssl.data import memory, sources
 from curvssl.data import named as data
-from curvssl.data import sources
 from curvssl.data.named import DATASETS, Dataset, Split, channel_statistics, load
-from curvssl.data.sources import SHA256
+from curvssl.data.sources import PARTS, SHA256
+from curvssl.evaluate.runs import probe
+from curvssl.train.loop import pretrain
 
-PARTS = ("train-images", "train-labels", "test-images", "test-labels")
+PINNED = [name for name in DATASETS if SHA256[name]]  # their SHA-256 is known; that of the others is recorded
 MNIST_COUNTS = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]  # of 60,000, the well-known counts
 # Channels, side, train, test, and the mean and deviation that are commonly used.
 KNOWN: dict[str, tuple[int, int, int, int, tuple[float, ...], tuple[float, ...]]] = {
@@ -38,6 +44,9 @@ KNOWN: dict[str, tuple[int, int, int, int, tuple[float, ...], tuple[float, ...]]
     "mnist": (1, 28, 60000, 10000, (0.1307,), (0.3081,)),
     "fashion-mnist": (1, 28, 60000, 10000, (0.2860,), (0.3530,)),
     "cifar10": (3, 32, 50000, 10000, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": (3, 32, 50000, 10000, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "svhn": (3, 32, 73257, 26032, (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
+    "stl10": (3, 96, 5000, 8000, (0.4467, 0.4398, 0.4066), (0.2603, 0.2566, 0.2713)),
 }
 
 
@@ -91,15 +100,17 @@ def test_dataset_has_its_published_shape_counts_and_statistics(name: str) -> Non
     dataset, (channels, side, train, test, mean, std) = cached(name), KNOWN[name]
     assert dataset.train.images.shape == (train, channels, side, side)
     assert dataset.test.images.shape == (test, channels, side, side)
-    assert len(dataset.classes) == 10
-    if name in ("fashion-mnist", "cifar10"):
-        assert labels_of(dataset.train).bincount().tolist() == [train // 10] * 10
-        assert labels_of(dataset.test).bincount().tolist() == [1000] * 10
+    classes = len(dataset.classes)
+    assert classes == (100 if name == "cifar100" else 10)
+    if name in ("fashion-mnist", "cifar10", "cifar100", "stl10"):
+        assert labels_of(dataset.train).bincount().tolist() == [train // classes] * classes
+        assert labels_of(dataset.test).bincount().tolist() == [test // classes] * classes
+    assert len(dataset.pretraining) == train + (100_000 if name == "stl10" else 0)
     assert np.allclose(dataset.mean, mean, atol=5.1e-5)
     assert np.allclose(dataset.std, std, atol=5.1e-5)
 
 
-@pytest.mark.parametrize("name", list(DATASETS))
+@pytest.mark.parametrize("name", PINNED)
 def test_mean_and_std_are_those_of_the_train_split(name: str) -> None:
     dataset = cached(name)
     for constant, exact in zip(
@@ -108,7 +119,7 @@ def test_mean_and_std_are_those_of_the_train_split(name: str) -> None:
         assert constant == tuple(round(value, 6) for value in exact)
 
 
-@pytest.mark.parametrize("name", list(DATASETS))
+@pytest.mark.parametrize("name", PINNED)
 def test_sha256_is_that_of_the_bytes_in_memory(name: str) -> None:
     dataset = cached(name)
     for part, split in (("train", dataset.train), ("test", dataset.test)):
@@ -359,7 +370,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path
     folder.mkdir()
     handler = functools.partial(Quiet, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield folder, f"http://127.0.0.1:{server.server_address[1]}/"
         server.shutdown()
 
@@ -422,6 +433,307 @@ def test_torchvision_download_of_cifar_batches_is_decoded(
     assert np.array_equal(arrays["train-labels"], labels[:10])
     assert np.array_equal(arrays["test-images"], images[10:])
     assert np.array_equal(arrays["test-labels"], labels[10:])
+
+
+# ---- the sets whose SHA-256 is recorded when they are fetched
+
+
+def pack(path: Path, members: dict[str, bytes]) -> str:
+    """Write a .tar.gz; returns its MD5."""
+    with tarfile.open(path, "w:gz") as archive:
+        for name, raw in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(raw)
+            archive.addfile(member, io.BytesIO(raw))
+    return hashlib.md5(path.read_bytes()).hexdigest()
+
+
+def serve_cifar100(folder: Path, address: str, arrays: sources.Arrays, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchvision.datasets import CIFAR100 as kind
+
+    def batch(part: str) -> bytes:
+        labels = arrays[f"{part}-labels"].tolist()
+        pixels = arrays[f"{part}-images"].reshape(len(labels), -1)
+        return pickle.dumps({"data": pixels, "fine_labels": labels, "coarse_labels": [0] * len(labels)})
+
+    files = {"train": batch("train"), "test": batch("test"), "meta": pickle.dumps({"fine_label_names": ["apple"]})}
+    md5 = {name: hashlib.md5(raw).hexdigest() for name, raw in files.items()}
+    packed = pack(folder / kind.filename, {f"{kind.base_folder}/{name}": raw for name, raw in files.items()})
+    monkeypatch.setattr(kind, "url", address + kind.filename)
+    monkeypatch.setattr(kind, "tgz_md5", packed)
+    monkeypatch.setattr(kind, "train_list", [["train", md5["train"]]])
+    monkeypatch.setattr(kind, "test_list", [["test", md5["test"]]])
+    monkeypatch.setattr(kind, "meta", {**kind.meta, "md5": md5["meta"]})
+
+
+def serve_svhn(folder: Path, address: str, arrays: sources.Arrays, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matlab files: pixels (32, 32, 3, N), labels (N, 1) in which 10 is the digit 0."""
+    from scipy.io import savemat
+    from torchvision.datasets import SVHN as kind
+
+    served = {}
+    for part in ("train", "test"):
+        name, labels = f"{part}_32x32.mat", arrays[f"{part}-labels"][:, None]
+        pixels = arrays[f"{part}-images"].transpose(2, 3, 1, 0)
+        savemat(folder / name, {"X": pixels, "y": np.where(labels == 0, 10, labels).astype(np.uint8)})
+        served[part] = [address + name, name, hashlib.md5((folder / name).read_bytes()).hexdigest()]
+    monkeypatch.setattr(kind, "split_list", served)
+
+
+def serve_stl10(folder: Path, address: str, arrays: sources.Arrays, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raw bytes: pixels column by column, labels from 1 on; the images without labels in a file of their own."""
+    from torchvision.datasets import STL10 as kind
+
+    n = len(arrays["train-labels"])
+    pixels = {
+        "train": arrays["train-images"][:n],
+        "unlabeled": arrays["train-images"][n:],
+        "test": arrays["test-images"],
+    }
+    files = {f"{part}_X.bin": images.transpose(0, 1, 3, 2).tobytes() for part, images in pixels.items()}
+    files |= {f"{part}_y.bin": (arrays[f"{part}-labels"] + 1).tobytes() for part in ("train", "test")}
+    md5 = {name: hashlib.md5(raw).hexdigest() for name, raw in files.items()}
+    packed = pack(folder / kind.filename, {f"{kind.base_folder}/{name}": raw for name, raw in files.items()})
+    monkeypatch.setattr(kind, "url", address + kind.filename)
+    monkeypatch.setattr(kind, "tgz_md5", packed)
+    for name in ("train_list", "test_list"):
+        monkeypatch.setattr(kind, name, [[file, md5[file]] for file, _ in getattr(kind, name)])
+
+
+RECORDED = {
+    "cifar100": (serve_cifar100, 32, 100),
+    "svhn": (serve_svhn, 32, 10),
+    "stl10": (serve_stl10, 96, 10),
+}
+
+
+def small(name: str) -> sources.Arrays:
+    """Random arrays of the set's shape; only six of STL-10's ten training images have labels."""
+    _, side, classes = RECORDED[name]
+    return {
+        "train-images": random_bytes(10, 3, side, side),
+        "train-labels": random_bytes(6 if name == "stl10" else 10) % classes,
+        "test-images": random_bytes(4, 3, side, side),
+        "test-labels": random_bytes(4) % classes,
+    }
+
+
+@pytest.fixture(params=list(RECORDED))
+def recorded(
+    request: pytest.FixtureRequest, site: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, sources.Arrays]:
+    """The name and the arrays of a set that the web server has."""
+    arrays = small(request.param)
+    RECORDED[request.param][0](*site, arrays, monkeypatch)
+    return request.param, arrays
+
+
+def pixels_of(split: Split) -> np.ndarray:
+    return torch.cat(list(split.images.split(3))).numpy()
+
+
+def test_a_set_is_known_by_its_sha256_or_recorded_as_such() -> None:
+    assert SHA256.keys() == DATASETS.keys() == KNOWN.keys()
+    assert {name for name in DATASETS if SHA256[name] is None} == RECORDED.keys()
+
+
+def test_torchvisions_sets_are_decoded_recorded_and_loaded_again_without_a_network(
+    recorded: tuple[str, sources.Arrays], site: tuple[Path, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name, arrays = recorded
+    first = load(name, root=tmp_path)
+    assert f"curvssl: fetching {name} from torchvision\n" in capfd.readouterr().err
+    for file in site[0].iterdir():
+        file.unlink()
+    second = load(name, root=tmp_path)
+    assert capfd.readouterr().err == ""
+    n = len(arrays["train-labels"])
+    for dataset in (first, second):
+        assert np.array_equal(pixels_of(dataset.train), arrays["train-images"][:n])
+        assert np.array_equal(pixels_of(dataset.test), arrays["test-images"])
+        assert labels_of(dataset.train).tolist() == arrays["train-labels"].tolist()
+        assert labels_of(dataset.test).tolist() == arrays["test-labels"].tolist()
+        assert len(dataset.classes) == RECORDED[name][2]
+        assert dataset.sha256 == {part: hashlib.sha256(array.tobytes()).hexdigest() for part, array in arrays.items()}
+        scaled = arrays["train-images"][:n].astype(np.float64) / 255
+        np.testing.assert_allclose(dataset.mean, scaled.mean((0, 2, 3)), rtol=1e-12)
+        np.testing.assert_allclose(dataset.std, scaled.std((0, 2, 3)), rtol=1e-12)
+    record = json.loads((tmp_path / name / "sha256.json").read_text())
+    assert record == first.sha256
+
+
+def test_a_changed_byte_of_a_recorded_set_is_found_and_fetched_again(
+    recorded: tuple[str, sources.Arrays], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name, _ = recorded
+    whole = load(name, root=tmp_path)
+    for part in PARTS:
+        path = tmp_path / name / f"{part}.npy"
+        content = bytearray(path.read_bytes())
+        content[-2] ^= 1
+        path.write_bytes(content)
+        capfd.readouterr()
+        assert load(name, root=tmp_path).sha256 == whole.sha256
+        assert f"{path} is damaged (wrong SHA-256); fetching {name} again\n" in capfd.readouterr().err
+        assert path.read_bytes() != content
+
+
+@pytest.mark.parametrize("content", [None, b"", b"null", b"[1]", b'{"train-images": "0"}', b"\xff{"])
+def test_arrays_without_a_readable_record_are_not_used(content: bytes | None, tmp_path: Path) -> None:
+    """Nobody could say whether they are whole."""
+    fetched = []
+
+    def fetch() -> sources.Arrays:
+        fetched.append(1)
+        return small("svhn")
+
+    for _ in range(2):
+        sources.stored("svhn", {"memory": fetch}, root=tmp_path, source="auto")
+    assert len(fetched) == 1
+    record = tmp_path / "svhn" / "sha256.json"
+    record.unlink() if content is None else record.write_bytes(content)
+    for _ in range(2):
+        sources.stored("svhn", {"memory": fetch}, root=tmp_path, source="auto")
+    assert len(fetched) == 2
+
+
+def test_a_record_beside_a_set_of_known_sha256_is_not_believed(tmp_path: Path) -> None:
+    keep_digits(tmp_path)
+    path = tmp_path / "digits" / "test-images.npy"
+    other = 255 - np.load(path)
+    np.save(path, other)
+    record = {**SHA256["digits"], "test-images": hashlib.sha256(other.tobytes()).hexdigest()}
+    (tmp_path / "digits" / "sha256.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match="cannot fetch digits: no network"):
+        read_only(tmp_path)
+
+
+def test_an_archive_with_another_md5_is_refused_in_one_line(
+    recorded: tuple[str, sources.Arrays], site: tuple[Path, str], tmp_path: Path
+) -> None:
+    name, _ = recorded
+    for file in site[0].iterdir():
+        file.write_bytes(file.read_bytes() + b"\0")
+    with pytest.raises(UserError, match=rf"^cannot fetch {name}: torchvision failed \(RuntimeError: .*corrupted"):
+        load(name, root=tmp_path)
+    assert not list((tmp_path / name).glob("*.npy"))
+
+
+def test_a_recorded_set_without_a_network_is_one_line_with_a_remedy(
+    recorded: tuple[str, sources.Arrays], site: tuple[Path, str], tmp_path: Path
+) -> None:
+    name, _ = recorded
+    for file in site[0].iterdir():
+        file.unlink()
+    with pytest.raises(UserError) as caught:
+        load(name, root=tmp_path)
+    assert str(caught.value) == (
+        f"cannot fetch {name}: torchvision's download site for {name.upper()} does not answer; "
+        f"mend that, or set CURVSSL_DATA to a folder that holds {name}"
+    )
+    with pytest.raises(UserError, match=rf"unknown source for {name} 'npm'.*known: auto, torchvision"):
+        load(name, root=tmp_path, source="npm")
+
+
+def test_cifar100s_class_names_are_those_behind_torchvisions_md5() -> None:
+    """The file `meta` of the archive, written as Python 2 did: protocol 2, every object in the memo, from 1 on."""
+    from torchvision.datasets import CIFAR100
+
+    coarse = (
+        "aquatic_mammals fish flowers food_containers fruit_and_vegetables household_electrical_devices "
+        "household_furniture insects large_carnivores large_man-made_outdoor_things large_natural_outdoor_scenes "
+        "large_omnivores_and_herbivores medium_mammals non-insect_invertebrates people reptiles small_mammals trees "
+        "vehicles_1 vehicles_2"
+    )
+    memo = (b"q" + bytes([i]) for i in range(1, 256))
+
+    def text(word: str) -> bytes:
+        return b"U" + bytes([len(word)]) + word.encode() + next(memo)
+
+    meta = b"\x80\x02}" + next(memo) + b"("
+    for key, names in (("fine_label_names", data.CIFAR100_OBJECTS), ("coarse_label_names", coarse)):
+        meta += text(key) + b"]" + next(memo) + b"(" + b"".join(map(text, names.split())) + b"e"
+    assert hashlib.md5(meta + b"u.").hexdigest() == CIFAR100.meta["md5"]
+
+
+# ---- STL-10: most images have no labels
+
+
+def test_the_command_counts_stl10s_images_without_labels(
+    site: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve_stl10(*site, small("stl10"), monkeypatch)
+    monkeypatch.setenv("CURVSSL_DATA", str(tmp_path))
+    main(["data", "stl10"])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "stl10: 6 training and 4 test images of 3×96×96, 4 images without labels"
+    assert [line.split()[0] for line in said[1:]] == list(PARTS)
+
+
+def test_stl10_stays_on_disk_and_reaches_other_processes_as_a_path(
+    site: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = small("stl10")
+    serve_stl10(*site, arrays, monkeypatch)
+    dataset = load("stl10", root=tmp_path)
+    for images in (dataset.pretraining, dataset.train.images, dataset.test.images):
+        assert images.pixels is None
+        sent = pickle.dumps(images)
+        assert len(sent) < 3 * 96 * 96
+        assert torch.cat(list(pickle.loads(sent).split(4))).equal(torch.cat(list(images.split(4))))
+    assert np.array_equal(torch.cat(list(dataset.pretraining.split(4))).numpy(), arrays["train-images"])
+
+
+class Brightness(nn.Module):
+    """An encoder that notes the brightness of every image it sees; the images are of one colour each."""
+
+    seen: ClassVar[dict[bool, set[int]]] = {True: set(), False: set()}  # in training, and by the kNN monitor
+    scale: ClassVar[tuple[float, float]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, std = self.scale
+        flat = x.mean((2, 3))
+        self.seen[self.training] |= set((255 * (flat[:, 0] * std + mean)).round().int().tolist())
+        return self.layer(flat)
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_stl10s_unlabelled_images_are_pretrained_on_and_never_probed(
+    in_memory: bool, site: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Labelled images have a brightness from 0 on, unlabelled ones from 100 on, test images from 200 on."""
+    brightness = {"train-images": [*range(30), *range(100, 150)], "test-images": range(200, 220)}
+    arrays = {part: np.tile(np.uint8([*v])[:, None, None, None], (1, 3, 96, 96)) for part, v in brightness.items()}
+    arrays |= {"train-labels": np.arange(30, dtype=np.uint8) % 10, "test-labels": np.arange(20, dtype=np.uint8) % 10}
+    serve_stl10(*site, arrays, monkeypatch)
+    monkeypatch.setenv("CURVSSL_DATA", str(tmp_path / "data"))
+    if not in_memory:
+        monkeypatch.setattr(memory, "fits", lambda *_, **__: False)
+    dataset = load("stl10")
+    Brightness.scale = dataset.mean[0], dataset.std[0]
+    Brightness.seen = {True: set(), False: set()}
+    plain = AugmentConfig(jitter=0.0, grayscale=0.0)
+    config = dataclasses.replace(
+        TINY, dataset="stl10", augment=plain, batch_size=10, epochs=4, holdout=0.2, k=3, d_z=8, projector_width=16
+    )
+    run = pretrain(config, out=tmp_path / "seen", progress=False, encoder=Brightness())
+    labelled, unlabelled = set(range(30)), set(range(100, 150))
+    assert unlabelled <= Brightness.seen[True] < unlabelled | labelled
+    assert len(labelled - Brightness.seen[True]) == 6  # a fifth of the labelled images is held out
+    assert Brightness.seen[False] == labelled  # the monitor: neighbours among 24, predictions for the other 6
+    assert run.read_json("provenance.json")["images"] == 74
+
+    if in_memory:
+        run = pretrain(config, out=tmp_path / "run", progress=False)
+        probe(run, seeds=(0,), floors=False)
+        known = np.load(run.path / "features-train.npz")
+        assert known["y"].tolist() == arrays["train-labels"].tolist()
+        assert len(known["h"]) == 30
+        assert len(np.load(run.path / "features-test.npz")["h"]) == 20
 
 
 def test_site_that_accepts_but_never_answers_is_not_reachable() -> None:

@@ -18,7 +18,7 @@ from pipeline import one_thread
 
 from curvssl.cli import commands, defaults_in, main, value_of
 from curvssl.data import named as data
-from curvssl.data.sources import SHA256
+from curvssl.data.sources import PARTS, SHA256
 from curvssl.methods import METHODS, title_of
 from curvssl.rundir import Run
 from curvssl.train import loop
@@ -117,7 +117,7 @@ def test_readmes_command_works_as_written(line: str, folder: Path, command: Comm
     words = shlex.split(line)[1:]
     root = Path(os.environ.get("CURVSSL_DATA") or "~/.cache/curvssl").expanduser()
     for name in (SHA256.keys() - {"digits"}) & {word.removeprefix("paper-") for word in words}:
-        if not all((root / name / f"{part}.npy").exists() for part in SHA256[name]):
+        if not all((root / name / f"{part}.npy").exists() for part in PARTS):
             pytest.skip(f"{name} is not in {root}: run `curvssl data {name}` to test it")
     monkeypatch.chdir(folder)
     if words[0] == "pretrain" and value_of("--preset", words) != "demo":
