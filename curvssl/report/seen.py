@@ -27,14 +27,15 @@ def first_step(config: PretrainConfig, data: Dataset, *, images: int = 8) -> Col
     """The first images of a run's first step, and all views of them. On a CPU the run sees these very pixels; on CUDA
     it sees the same images, and views that were drawn from other random numbers."""
     views = make_views(config, data)
-    fit = hold_out(len(data.train.images), share=config.holdout, seed=config.seed).fit
+    n, everything = len(data.train.images), data.pretraining
+    fit = hold_out(n, share=config.holdout, seed=config.seed, unlabelled=len(everything) - n).fit
     pairs = 1 + views.blends  # whoever is blended needs a partner, whether it is shown or not
     most = min(len(fit), config.batch_size) // pairs * pairs
     b = min(-(-images // pairs) * pairs, most)
     if b < 1:
         raise UserError(f"{data.name} has {len(fit)} images to pretrain on: a blend needs two")
     order = next(batches(len(fit), size=b, seed=config.seed, first=0, last=1, device=torch.device("cpu")))
-    (pixels,) = data.train.images.batches([fit[order]], workers=0)
+    (pixels,) = everything.batches([fit[order]], workers=0)
     numbers = torch.Generator().manual_seed(mix(config.seed, 0))
     u = [part[:, :b] for part in views.draw(config.batch_size, generator=numbers)]
     return {name: column[:images] for name, column in columns(views, pixels, u).items()}
