@@ -20,6 +20,7 @@ from curvssl.data.named import Dataset
 from curvssl.data.order import Rows
 from curvssl.evaluate.features import extract_over_ranks
 from curvssl.evaluate.probes import knn
+from curvssl.evaluate.quality import gram_of, rank_from
 from curvssl.losses import Curvature, Loss, standardise
 from curvssl.models import Net
 from curvssl.train.step import Step, means
@@ -64,27 +65,6 @@ def geometry_of(z0: Tensor, z1: Tensor, *, criterion: Any, k: int) -> dict[str, 
     c = gather(standardise(curved.scores(z).mT, eps=1e-12))  # (b, 2)
     everyone = gather(z[0])
     return {"rho": c.prod(1).mean(), "z_std": everyone.std(0).mean(), "gram": gram_of(everyone)}
-
-
-def effective_rank(z: Tensor) -> float:
-    """exp of the entropy of the singular values' shares: d if they are equal, 1 if only one is not zero."""
-    return rank_from(gram_of(z))
-
-
-def gram_of(z: Tensor) -> Tensor:
-    """zᵀz or zzᵀ of the centred embeddings (n, d), whichever is smaller, in float64."""
-    z = (z - z.mean(0)).double()
-    return z.mT @ z if z.shape[0] > z.shape[1] else z @ z.mT
-
-
-def rank_from(gram: Tensor) -> float:
-    """The effective rank of embeddings from their Gram matrix, whose eigenvalues are the squared singular values."""
-    if not gram.isfinite().all():
-        return math.nan
-    squares = torch.linalg.eigvalsh(gram.cpu())
-    squares = torch.where(squares > 1e-13 * squares.max(), squares, 0)  # the rest is rounding, which √ would enlarge
-    share = squares.sqrt() / squares.sqrt().sum().clamp_min(1e-300)
-    return float(torch.special.entr(share).sum().exp())
 
 
 def knn_accuracy(

@@ -1,4 +1,4 @@
-"""Metrics during training: the effective rank, ρ, warnings of a collapse, and the kNN monitor."""
+"""Metrics during training: ρ, warnings of a collapse, and the kNN monitor."""
 
 import dataclasses
 import math
@@ -15,11 +15,12 @@ from torch import Tensor
 from curvssl.config import UserError
 from curvssl.data import named as data
 from curvssl.data.order import hold_out
+from curvssl.evaluate.quality import effective_rank, rank_from
 from curvssl.geometry import curvature, kernel_curvature
 from curvssl.losses import BarlowTwinsLoss, CurvSSLLoss, KernelCurvSSLLoss
 from curvssl.train import watch
 from curvssl.train.loop import pretrain
-from curvssl.train.watch import alarm, effective_rank, geometry_of, rank_from
+from curvssl.train.watch import alarm, geometry_of
 
 FINE = {"epoch": 3, "loss": 1.0, "z_std": 0.5, "effective_rank": 20.0}
 NOISE = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
@@ -29,30 +30,6 @@ NOISE = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
 def _one_thread() -> Iterator[None]:
     with one_thread():
         yield
-
-
-def cross(lengths: list[float]) -> Tensor:
-    """±length along each axis: centred, with singular values √2 · length."""
-    return torch.cat((torch.diag(torch.tensor(lengths)), -torch.diag(torch.tensor(lengths))))
-
-
-def test_equal_directions_have_full_effective_rank():
-    assert effective_rank(cross([1.0] * 7)) == pytest.approx(7)
-    assert effective_rank(cross([1.0] * 7) + 100) == pytest.approx(7, rel=1e-4)  # a common offset does not matter
-
-
-def test_one_direction_has_effective_rank_one():
-    assert effective_rank(cross([1.0, 0, 0, 0])) == pytest.approx(1)
-    assert effective_rank(torch.ones(8, 4)) == pytest.approx(1)  # so have equal points
-
-
-def test_shares_of_three_to_one_have_the_exponential_of_their_entropy():
-    # −¾ ln ¾ − ¼ ln ¼ = ln 4 − ¾ ln 3
-    assert effective_rank(cross([3.0, 1.0])) == pytest.approx(4 / 3**0.75)
-
-
-def test_the_rank_of_embeddings_that_are_no_numbers_is_no_number():
-    assert math.isnan(effective_rank(torch.tensor([[1.0, math.nan], [0.0, 1.0]])))
 
 
 @pytest.mark.parametrize("criterion", [BarlowTwinsLoss(), CurvSSLLoss(k=6), KernelCurvSSLLoss(k=6, gamma=0.3)])

@@ -1,0 +1,181 @@
+"""Measures of features without labels, against values by hand, numpy's formulas, and shapes of known dimension."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from curvssl.evaluate.quality import (
+    MEASURES,
+    alpha_req,
+    effective_rank,
+    lidar,
+    nesum,
+    rankme,
+    selfcluster,
+    stable_rank,
+    twonn,
+)
+
+FLAT = {name: measure for name, measure in MEASURES.items() if not measure.views}
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def cross(lengths: list[float]) -> Tensor:
+    """±length along each axis: centred, with singular values √2 · length."""
+    return torch.cat((torch.diag(torch.tensor(lengths)), -torch.diag(torch.tensor(lengths))))
+
+
+def test_equal_directions_have_full_effective_rank():
+    assert effective_rank(cross([1.0] * 7)) == pytest.approx(7)
+    assert effective_rank(cross([1.0] * 7) + 100) == pytest.approx(7, rel=1e-4)  # a common offset does not matter
+
+
+def test_one_direction_has_effective_rank_one():
+    assert effective_rank(cross([1.0, 0, 0, 0])) == pytest.approx(1)
+    assert effective_rank(torch.ones(8, 4)) == pytest.approx(1)  # so have equal points
+
+
+def test_shares_of_three_to_one_have_the_exponential_of_their_entropy():
+    # −¾ ln ¾ − ¼ ln ¼ = ln 4 − ¾ ln 3
+    assert effective_rank(cross([3.0, 1.0])) == pytest.approx(4 / 3**0.75)
+
+
+def test_the_rank_of_embeddings_that_are_no_numbers_is_no_number():
+    assert math.isnan(effective_rank(torch.tensor([[1.0, math.nan], [0.0, 1.0]])))
+
+
+def test_rankme_is_d_for_equal_singular_values_and_counts_a_common_offset():
+    assert rankme(cross([2.0] * 7)) == pytest.approx(7, rel=1e-4)
+    assert rankme(torch.eye(7)) == pytest.approx(7, rel=1e-4)
+    assert effective_rank(torch.eye(7)) == pytest.approx(6, rel=1e-4)  # centring removes one direction
+    assert rankme(torch.ones(50, 7)) == pytest.approx(1, rel=1e-4)
+    assert rankme(cross([1.0] * 7) + 1e6) == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(200, 12), (12, 200)])
+def test_rankme_is_its_formula_over_the_singular_values(shape: tuple[int, int]):
+    x = normal(*shape).exp()
+    s = np.linalg.svd(x.numpy(), compute_uv=False)
+    p = s / s.sum() + 1e-7
+    assert rankme(x) == pytest.approx(np.exp(-(p * np.log(p)).sum()))
+
+
+def test_the_slope_of_a_power_law_is_its_exponent():
+    for alpha in (0.0, 0.5, 1.0, 2.5):
+        lengths = torch.arange(1, 21).double() ** (-alpha / 2)  # λ_i ∝ i^−α
+        assert alpha_req(cross(lengths.tolist()) + 3) == pytest.approx(alpha, abs=1e-4)
+
+
+def test_alpha_req_is_the_straight_line_that_numpy_fits():
+    x = normal(300, 15).exp()
+    falling = np.linalg.eigvalsh(np.cov(x.numpy(), rowvar=False))[::-1]
+    slope = np.polyfit(np.log(np.arange(1, 16)), np.log(falling), 1)[0]
+    assert alpha_req(x) == pytest.approx(-slope)
+
+
+def test_nesum_and_stable_rank_differ_by_the_centring_alone():
+    x = normal(100, 6) @ torch.diag(torch.tensor([3.0, 2, 1, 1, 1, 1]).double()) + 5
+    found = np.linalg.eigvalsh(np.cov(x.numpy(), rowvar=False))
+    assert nesum(x) == pytest.approx(found.sum() / found.max())
+    assert stable_rank(x) == pytest.approx(np.linalg.norm(x) ** 2 / np.linalg.norm(x.numpy(), 2) ** 2)
+    assert stable_rank(x - x.mean(0)) == pytest.approx(nesum(x))
+    # ±2 along one axis and ±1 along another: variances 4 : 1
+    assert nesum(cross([2.0, 1.0])) == stable_rank(cross([2.0, 1.0])) == pytest.approx(1.25)
+    assert nesum(cross([1.0] * 5) + 9) == pytest.approx(5)
+
+
+def test_selfcluster_is_one_on_a_line_and_zero_for_an_even_spread():
+    assert selfcluster(torch.outer(normal(30), normal(5))) == pytest.approx(1)
+    assert selfcluster(normal(4000, 16)) == pytest.approx(0, abs=2e-3)
+    # Two orthogonal pairs of equal points in the plane: Q = 8, n(n−1)/d = 6, so (8 − 4 − 6) / (16 − 4 − 6)
+    assert selfcluster(torch.tensor([[1.0, 0], [3, 0], [0, 1], [0, 2]])) == pytest.approx(-1 / 3)
+
+
+def test_selfcluster_is_its_sum_over_pairs():
+    x = normal(40, 9) + 1
+    u = x.numpy() / np.linalg.norm(x.numpy(), axis=1, keepdims=True)
+    q, random = ((u @ u.T) ** 2).sum(), 40 * 39 / 9
+    assert selfcluster(x) == pytest.approx((q - 40 - random) / (40**2 - 40 - random))
+
+
+def test_lidar_counts_the_directions_that_differ_between_images_and_not_between_views():
+    noise = normal(500, 20, 6, seed=1)
+    images = torch.cat((cross([1.0] * 6), torch.zeros(488, 6))).double()[:, None]  # alike in six directions
+    assert lidar(images + 0.1 * noise) == pytest.approx(6, abs=0.5)
+    assert lidar(cross([1.0] * 6).double()[:, None].expand(-1, 4, -1)) == pytest.approx(6, rel=1e-4)
+    noise[..., 1:] *= 1e-3
+    three = torch.zeros(6, 1, 6, dtype=torch.float64)
+    three[:, 0, :3] = cross([1.0] * 3)
+    assert lidar(three + noise[:6] * torch.tensor([0, 0, 0, 1.0, 1, 1])) == pytest.approx(3, abs=0.05)
+
+
+@pytest.mark.parametrize("shape", [(60, 5, 8), (6, 5, 8)])
+def test_lidar_is_its_formula_with_the_inverse_root_of_the_covariance(shape: tuple[int, int, int]):
+    x = normal(shape[0], 1, shape[2]) + normal(*shape, seed=1).exp()
+    means = x.mean(1).numpy()
+    off, inside = means - means.mean(0), (x.numpy() - means[:, None]).reshape(-1, shape[2])
+    within = inside.T @ inside / len(inside) + 1e-4 * np.eye(shape[2])
+    values, vectors = np.linalg.eigh(within)
+    root = vectors @ np.diag(values**-0.5) @ vectors.T
+    found = np.linalg.eigvalsh(root @ (off.T @ off / len(off)) @ root).clip(0)
+    p = found / found.sum() + 1e-7
+    assert lidar(x) == pytest.approx(np.exp(-(p * np.log(p)).sum()), rel=1e-4)
+
+
+def test_the_intrinsic_dimension_is_that_of_the_shape_not_of_the_space():
+    turn = torch.linalg.qr(normal(20, 20)).Q
+    for dim in (1, 2, 5):
+        flat = torch.rand(4000, dim, generator=torch.Generator().manual_seed(dim), dtype=torch.float64)
+        assert twonn(flat @ turn[:dim] + 7) == pytest.approx(dim, rel=0.06)
+    sphere = torch.nn.functional.normalize(normal(4000, 3), dim=1)
+    assert twonn(sphere @ turn[:3]) == pytest.approx(2, rel=0.06)
+
+
+def test_the_intrinsic_dimension_of_four_points_is_worked_out_by_hand():
+    # Nearest two distances on the line 0, 1, 3, 7: (1, 3), (1, 2), (2, 3), (4, 6); an equal point changes nothing.
+    x = torch.tensor([[0.0], [1], [3], [7], [7]])
+    assert twonn(x) == pytest.approx(3 / math.log(3 * 2 * 1.5 * 1.5))
+
+
+@pytest.mark.parametrize("name", MEASURES)
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_a_measure_depends_on_neither_the_scale_nor_the_axes(name: str, scale: float):
+    x = normal(80, 5, 6) + 3 * normal(80, 1, 6, seed=1) if MEASURES[name].views else normal(80, 6).exp()
+    turn = torch.linalg.qr(normal(6, 6, seed=2)).Q
+    if MEASURES[name].views:  # δ is absolute, as published
+        scale = max(scale, 1.0)
+    assert MEASURES[name](scale * x @ turn) == pytest.approx(MEASURES[name](x), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_odd_features_give_a_number_or_nan_and_never_an_error(name: str):
+    measure = MEASURES[name]
+    shape = (4, 3) if measure.views else (4,)
+    odd = [
+        torch.zeros(*shape, 5),
+        torch.ones(*shape, 5),
+        torch.ones(*shape, 1),
+        normal(*shape, 9),
+        normal(*shape, 5)[:1],
+    ]
+    for x in odd:  # zeros, constants, one dimension, fewer points than dimensions, one point
+        assert isinstance(measure(x), float)
+    x = normal(*shape, 5)
+    x[1] = math.nan
+    assert math.isnan(measure(x))
+
+
+def test_features_that_collapsed_look_worse_than_a_spread_in_every_measure():
+    x = normal(400, 16)
+    collapsed = 1 + 1e-3 * torch.outer(normal(400, seed=1), normal(16, seed=2)) + 1e-6 * x
+    for name, measure in FLAT.items():
+        better = {"higher": 1, "lower": -1}.get(measure.good)
+        if better:
+            assert better * measure(x) > better * measure(collapsed), name
+    assert abs(alpha_req(collapsed) - 1) > abs(alpha_req(x @ torch.diag(1 / torch.arange(1, 17).double().sqrt())) - 1)
