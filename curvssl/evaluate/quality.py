@@ -1,4 +1,4 @@
-"""How good is an encoder without labels: measures of its features.
+"""How good is an encoder without labels: measures of its features, and whether a run learns at all.
 
 Each measure is a function of features (n, d), or of several views (n, v, d), to one number, computed in float64. What
 has no value, such as the slope of a single eigenvalue, is NaN, and so is every measure of features that hold NaN.
@@ -7,8 +7,10 @@ To add a measure: one function here, and one line in MEASURES.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -172,10 +174,94 @@ class Measure:
 
 MEASURES = {
     "rankme": Measure("RankMe", rankme, "higher", "how many directions the features use, at most d"),
-    "alpha_req": Measure("α-ReQ", alpha_req, "near 1", "how fast the spectrum falls: 0 noise, above 2 few directions"),
+    "alpha_req": Measure("α-ReQ", alpha_req, "near 1", "how fast the spectrum falls, 0 for noise"),
     "nesum": Measure("NESum", nesum, "higher", "total variance over that of the strongest direction, 1 to d"),
     "stable_rank": Measure("stable rank", stable_rank, "higher", "NESum without centring: low if an offset rules"),
     "selfcluster": Measure("SelfCluster", selfcluster, "lower", "0 directions spread evenly, 1 all the same direction"),
-    "twonn": Measure("TwoNN", twonn, "neither", "dimension of the surface on which the features lie"),
+    "twonn": Measure("TwoNN", twonn, "to compare", "dimension of the surface on which the features lie"),
     "lidar": Measure("LiDAR", lidar, "higher", "directions that tell images apart, not views of one", views=True),
 }
+
+
+# ---- does a run learn?
+
+WINDOW_EPOCHS, WINDOW_STEPS = 5, 100  # the mean over these is compared: at least so many epochs and so many steps
+# In results/ the views' correlation ends above 0.5 in every run that learned, and below 0.2 in every run that did not.
+AGREEING = 0.25
+RISE = 0.005  # a lower correlation has to rise by this from one window to the next; in runs that learned it did by 0.02
+ADVICE = "try a longer --warmup-epochs, a lower --lr, or milder views (--augment.crop-scale nearer to 1)"
+CLEAR_RHO = 0.4  # ρ of one batch of 256 varies by ±0.06: only the loss of a ρ that was once so high says something
+
+
+def agreement(row: Mapping[str, Any], *, d_z: int) -> float:
+    """The correlation of the two views' embeddings over the images, about, from the invariance in a row of metrics:
+    0 if the views of an image have nothing in common, 1 if they are equal; NaN for a criterion without this term."""
+    if "invariance" not in row:
+        return math.nan
+    if "redundancy" in row:  # Barlow Twins: Σ_u (1 − C_uu)²
+        return 1 - math.sqrt(max(0.0, row["invariance"]) / d_z)
+    return 1 - _over(row["invariance"], 2 * row["z_std"] ** 2)  # VICReg: mean of (z − z')² = 2 σ² (1 − correlation)
+
+
+def not_learning(rows: Sequence[Mapping[str, Any]], *, d_z: int) -> str:
+    """Why a run with these rows of metrics, to this epoch, does not learn; empty if it does or it is too early to say.
+
+    It does not if the views of an image hardly agree, and agree no more than some epochs before; or if ρ has fallen to
+    less than half of what it was.
+    """
+    if len(rows) < 2 * WINDOW_EPOCHS:
+        return ""
+    steps = max(1, rows[-1]["step"] - rows[-2]["step"])
+    size = max(WINDOW_EPOCHS, -(-WINDOW_STEPS // steps))
+    if len(rows) < 2 * size:
+        return ""
+    before, now = ([agreement(row, d_z=d_z) for row in part] for part in (rows[-2 * size : -size], rows[-size:]))
+    epochs = rows[-1]["epoch"] - rows[-1 - size]["epoch"]
+    if fmean(now) < AGREEING and fmean(now) - fmean(before) < RISE:
+        return (
+            f"the two views of an image hardly agree (correlation {fmean(now):.2f}, and {fmean(before):.2f} in the "
+            f"{epochs} epochs before)"
+        )
+    rho = [row["rho"] for row in rows]
+    means = [fmean(rho[i : i + size]) for i in range(len(rho) - size + 1)]
+    if max(means) > CLEAR_RHO and means[-1] < max(means) / 2:
+        return f"ρ has fallen to {means[-1]:.2f} from {max(means):.2f}"
+    return ""
+
+
+# ---- a verdict in words
+
+DEAD_RANK = 0.02  # features whose effective rank is below this share of the largest possible one have collapsed
+DEAD_SPREAD = 1e-3  # so have those whose deviation is below this share of their mean: float32 rounds at 1e-7 of it
+LOW_RANK = 0.1  # a RankMe below this share of the largest possible one; on digits 0.09 untrained and 0.23 trained
+GAIN = 1.2  # LiDAR of a trained encoder over that of the untrained one; on digits 3.3 or more
+
+
+def verdict(found: Mapping[str, float], untrained: Mapping[str, float], *, h: Tensor, agreed: float) -> str:
+    """One sentence on features h (n, d) from their measures, those of the same encoder before training, and the
+    agreement of the views at the end of training, which may be NaN."""
+    if not h.isfinite().all():
+        return "broken: the features hold values that are no numbers; pretrain again with a lower --lr"
+    most, used = min(h.shape), effective_rank(h)
+    spread = _over(float(h.std(0).norm()), float(h.mean(0).norm()))
+    if used < max(1.5, DEAD_RANK * most) or spread < DEAD_SPREAD:
+        return f"collapsed: all images get nearly the same features, {used:.1f} of {most} directions are used"
+    beside = f"LiDAR {found['lidar']:.3g}, before training {untrained['lidar']:.3g}"
+    if agreed < AGREEING:
+        return (
+            f"has not learnt: the two views of an image agreed to {agreed:.2f} at the end of training; {beside}; "
+            f"{ADVICE}"
+        )
+    if found["lidar"] < GAIN * untrained["lidar"]:
+        return f"hardly better than before training: {beside}; train longer, or {ADVICE}"
+    rank = f"RankMe {found['rankme']:.3g} of {most}, before training {untrained['rankme']:.3g}"
+    if found["rankme"] < LOW_RANK * most:
+        return f"low rank: few directions are used, {rank}; {beside}; try a higher --lambda-emb or --covariance"
+    return f"healthy: {rank}; {beside}"
+
+
+def reading_guide() -> str:
+    """How to read the measures, one line each."""
+    lines = [f"  {m.title}: {m.reading}; good: {m.good}" for m in MEASURES.values()]
+    note = "All of them shift with architecture, objective, data and d: compare only runs that share these."
+    return "\n".join(["How to read them (d is the number of features)", *lines, note])

@@ -17,6 +17,7 @@ from curvssl.evaluate.quality import (
     selfcluster,
     stable_rank,
     twonn,
+    verdict,
 )
 
 FLAT = {name: measure for name, measure in MEASURES.items() if not measure.views}
@@ -179,3 +180,23 @@ def test_features_that_collapsed_look_worse_than_a_spread_in_every_measure():
         if better:
             assert better * measure(x) > better * measure(collapsed), name
     assert abs(alpha_req(collapsed) - 1) > abs(alpha_req(x @ torch.diag(1 / torch.arange(1, 17).double().sqrt())) - 1)
+
+
+@pytest.mark.parametrize(
+    ("h", "lidar_gain", "agreed", "said"),
+    [
+        (normal(400, 32), 3.0, 0.8, "healthy: RankMe 31.7 of 32, before training 9; LiDAR 30, before training 10"),
+        (normal(400, 32), 3.0, math.nan, "healthy"),  # a criterion without an invariance
+        (normal(400, 32), 3.0, 0.1, "has not learnt: the two views of an image agreed to 0.10"),
+        (normal(400, 32), 1.1, 0.8, "hardly better than before training: LiDAR 11, before training 10; train longer"),
+        (normal(400, 2) @ normal(2, 32), 3.0, 0.8, "low rank: few directions are used, RankMe 1.9"),
+        (normal(400, 1) @ normal(1, 32), 3.0, 0.8, "collapsed: all images get nearly the same features, 1.0 of 32"),
+        (1 + 1e-5 * normal(400, 32), 3.0, 0.8, "collapsed"),
+        (torch.ones(400, 32), 3.0, 0.8, "collapsed"),
+        (torch.zeros(400, 32), math.nan, 0.8, "collapsed"),
+        (normal(400, 32) / 0, math.nan, 0.8, "broken: the features hold values that are no numbers"),
+    ],
+)
+def test_the_verdict_names_what_is_wrong(h: Tensor, lidar_gain: float, agreed: float, said: str):
+    found = {"rankme": rankme(h), "lidar": 10 * lidar_gain}
+    assert verdict(found, {"rankme": 9.0, "lidar": 10.0}, h=h, agreed=agreed).startswith(said)
