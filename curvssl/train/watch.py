@@ -1,4 +1,7 @@
-"""Metrics during training (spread and rank of embeddings, ρ, a kNN on held-out images), with warnings and charts."""
+"""Metrics during training: spread and rank of embeddings, ρ, a kNN on held-out images and measures without labels.
+
+Also the warnings, the progress bar and TensorBoard.
+"""
 
 import math
 import os
@@ -18,16 +21,15 @@ from curvssl.config import UserError
 from curvssl.data.images import Images
 from curvssl.data.named import Dataset
 from curvssl.data.order import Rows
-from curvssl.evaluate.features import extract_over_ranks
+from curvssl.evaluate.features import Features, extract_over_ranks
 from curvssl.evaluate.probes import knn
-from curvssl.evaluate.quality import gram_of, rank_from
+from curvssl.evaluate.quality import DEAD_RANK, MEASURES, gram_of, rank_from
 from curvssl.losses import Curvature, Loss, standardise
 from curvssl.models import Net
 from curvssl.train.step import Step, means
 
-MONITOR_IMAGES = 5_000  # the kNN monitor uses at most this many known and this many held-out images
+MONITOR_IMAGES = 5_000  # the monitor uses at most this many known and this many held-out images
 DEAD_STD = 1e-3  # embeddings whose standard deviation over images is below this have collapsed
-DEAD_RANK = 0.02  # so have embeddings whose effective rank is below this share of the largest possible one
 
 
 class Measured:
@@ -67,10 +69,10 @@ def geometry_of(z0: Tensor, z1: Tensor, *, criterion: Any, k: int) -> dict[str, 
     return {"rho": c.prod(1).mean(), "z_std": everyone.std(0).mean(), "gram": gram_of(everyone)}
 
 
-def knn_accuracy(
+def judge(
     net: Net,
     images: Images,
-    labels: Tensor,
+    labels: Tensor | None,
     *,
     known: Tensor,
     held: Tensor,
@@ -79,30 +81,35 @@ def knn_accuracy(
     std: tuple[float, ...],
     classes: int,
     device: torch.device,
-) -> float:
-    """Accuracy in percent of a kNN that knows the labels of the images `known` and predicts those of `held`.
+) -> dict[str, float]:
+    """The measures without labels of the features of the images `known`. With labels also knn, the accuracy in percent
+    of a kNN that knows those of `known` and predicts those of `held`.
 
     All ranks must call it: each extracts its share of the features.
     """
-    bank, asked = (
-        extract_over_ranks(net.encoder, images[rows], labels=labels[rows], size=size, mean=mean, std=std)
-        for rows in (known[:MONITOR_IMAGES], held[:MONITOR_IMAGES])
-    )
-    assert bank.y is not None
-    assert asked.y is not None
-    return knn(bank.h, bank.y, asked.h, asked.y, classes=classes, device=device).accuracy[0]
+
+    def features(rows: Tensor) -> Features:
+        y = None if labels is None else labels[rows]
+        return extract_over_ranks(net.encoder, images[rows], labels=y, size=size, mean=mean, std=std)
+
+    bank = features(known[:MONITOR_IMAGES])
+    row: dict[str, float] = {}
+    if bank.y is not None:
+        asked = features(held[:MONITOR_IMAGES])
+        assert asked.y is not None
+        row["knn"] = knn(bank.h, bank.y, asked.h, asked.y, classes=classes, device=device).accuracy[0]
+    h = bank.h.to(device)
+    return row | {name: measure(h) for name, measure in MEASURES.items() if not measure.views}
 
 
 def monitor(
     net: Any, data: Dataset, images: Images, rows: Rows, *, size: int, device: torch.device
 ) -> dict[str, float]:
-    """kNN accuracy on the held-out rows, if there are labels; `images` are the training images, on any device."""
-    if data.train.labels is None:
-        return {}
+    """What `judge` finds with the held-out rows; `images` are the training images, on any device."""
     data.train.images.exchange_bad()
     good = data.train.images.places()  # the image that replaces an unreadable one has another label
     known, held = (subset[torch.isin(subset, good)] for subset in (rows.known, rows.held))
-    accuracy = knn_accuracy(
+    return judge(
         net,
         images,
         data.train.labels,
@@ -114,7 +121,6 @@ def monitor(
         classes=len(data.classes),
         device=device,
     )
-    return {"knn": accuracy}
 
 
 def alarm(row: dict[str, Any], *, d_z: int, batch_size: int, warned: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""Metrics during training: ρ, warnings of a collapse, and the kNN monitor."""
+"""Metrics during training: ρ, warnings of a collapse, and the monitor: kNN accuracy and measures without labels."""
 
 import dataclasses
 import math
@@ -15,7 +15,8 @@ from torch import Tensor
 from curvssl.config import UserError
 from curvssl.data import named as data
 from curvssl.data.order import hold_out
-from curvssl.evaluate.quality import effective_rank, rank_from
+from curvssl.evaluate.features import extract
+from curvssl.evaluate.quality import MEASURES, effective_rank, rank_from
 from curvssl.geometry import curvature, kernel_curvature
 from curvssl.losses import BarlowTwinsLoss, CurvSSLLoss, KernelCurvSSLLoss
 from curvssl.train import watch
@@ -23,6 +24,7 @@ from curvssl.train.loop import pretrain
 from curvssl.train.watch import alarm, geometry_of
 
 FINE = {"epoch": 3, "loss": 1.0, "z_std": 0.5, "effective_rank": 20.0}
+WATCHED = [name for name, measure in MEASURES.items() if not measure.views]
 NOISE = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -107,14 +109,14 @@ def test_the_monitor_asks_about_images_whose_labels_it_was_not_told(
 ):
     told: list[set[int]] = []
     asked: list[set[int]] = []
-    real = watch.knn_accuracy
+    real = watch.judge
 
-    def record(*args: Any, known: Tensor, held: Tensor, **settings: Any) -> float:
+    def record(*args: Any, known: Tensor, held: Tensor, **settings: Any) -> dict[str, float]:
         told.append(set(known.tolist()))
         asked.append(set(held.tolist()))
         return real(*args, known=known, held=held, **settings)
 
-    monkeypatch.setattr(watch, "knn_accuracy", record)
+    monkeypatch.setattr(watch, "judge", record)
     pretrain(dataclasses.replace(TINY, holdout=share, epochs=1, batch_size=640), out=tmp_path, progress=False)
     assert (len(told), len(asked)) == (1, 1)
     assert len(asked[0]) == 143
@@ -130,7 +132,11 @@ def test_the_monitor_runs_every_few_epochs_and_leaves_the_network_alone():
     _, held, known = hold_out(len(digits.train.images), share=SHORT.holdout, seed=SHORT.seed)
     settings: dict[str, Any] = {"size": 8, "mean": digits.mean, "std": digits.std, "classes": 10}
     images, labels = digits.train.images, digits.train.labels
-    accuracy = watch.knn_accuracy(net, images, labels, known=known, held=held, device=torch.device("cpu"), **settings)
-    assert accuracy == pytest.approx(run.metrics()[-1]["knn"])
+    found = watch.judge(net, images, labels, known=known, held=held, device=torch.device("cpu"), **settings)
+    assert found == pytest.approx({name: run.metrics()[-1][name] for name in ("knn", *WATCHED)})
+    h = extract(net.encoder, images[known], size=8, mean=digits.mean, std=digits.std).h
+    assert {name: MEASURES[name](h) for name in WATCHED} == pytest.approx({name: found[name] for name in WATCHED})
+    blind = watch.judge(net, images, None, known=known, held=held, device=torch.device("cpu"), **settings)
+    assert blind == {name: found[name] for name in WATCHED}  # the same without labels
     assert net.training
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
