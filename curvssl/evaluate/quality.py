@@ -113,10 +113,11 @@ def selfcluster(x: Tensor) -> float:
     arXiv:2305.16562.
 
     n(n−1)/d is what random directions are expected to add to Q, so these have 0; points on one line through the origin
-    have 1. NaN for d = 1 and for a single point.
+    have 1. A zero has no direction and is left out. NaN for d = 1 and for fewer than two points.
     """
+    x = x[(x != 0).any(1)].double()
     n, d = x.shape
-    q = float(gram_of(F.normalize(x.double(), dim=1), centre=False).square().sum())
+    q = float(gram_of(F.normalize(x, dim=1), centre=False).square().sum())
     random = n * (n - 1) / d
     return _over(q - n - random, n * n - n - random)
 
@@ -246,18 +247,18 @@ def verdict(found: Mapping[str, float], untrained: Mapping[str, float], *, h: Te
     spread = _over(float(h.std(0).norm()), float(h.mean(0).norm()))
     if used < max(1.5, DEAD_RANK * most) or spread < DEAD_SPREAD:
         return f"collapsed: all images get nearly the same features, {used:.1f} of {most} directions are used"
-    beside = f"LiDAR {found['lidar']:.3g}, before training {untrained['lidar']:.3g}"
+    beside = (
+        f"RankMe {found['rankme']:.3g} of {most}, before training {untrained['rankme']:.3g}; "
+        f"LiDAR {found['lidar']:.3g}, before training {untrained['lidar']:.3g}"
+    )
     if agreed < AGREEING:
-        return (
-            f"has not learnt: the two views of an image agreed to {agreed:.2f} at the end of training; {beside}; "
-            f"{ADVICE}"
-        )
-    if found["lidar"] < GAIN * untrained["lidar"]:
+        ends = f"the two views of an image agreed to {agreed:.2f} at the end of training"
+        return f"has not learnt: {ends}; {beside}; {ADVICE}"
+    if found["lidar"] < GAIN * untrained["lidar"] or found["rankme"] < untrained["rankme"]:
         return f"hardly better than before training: {beside}; train longer, or {ADVICE}"
-    rank = f"RankMe {found['rankme']:.3g} of {most}, before training {untrained['rankme']:.3g}"
     if found["rankme"] < LOW_RANK * most:
-        return f"low rank: few directions are used, {rank}; {beside}; try a higher --lambda-emb or --covariance"
-    return f"healthy: {rank}; {beside}"
+        return f"low rank: few directions are used, {beside}; try a higher --lambda-emb or --covariance"
+    return f"healthy: {beside}"
 
 
 def reading_guide() -> str:

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from curvssl.data.named import Dataset
 from curvssl.data.order import Rows
 from curvssl.evaluate.features import Features, extract_over_ranks
 from curvssl.evaluate.probes import knn
-from curvssl.evaluate.quality import DEAD_RANK, MEASURES, gram_of, rank_from
+from curvssl.evaluate.quality import ADVICE, DEAD_RANK, MEASURES, gram_of, not_learning, rank_from
 from curvssl.losses import Curvature, Loss, standardise
 from curvssl.models import Net
 from curvssl.train.step import Step, means
@@ -123,8 +123,18 @@ def monitor(
     )
 
 
-def alarm(row: dict[str, Any], *, d_z: int, batch_size: int, warned: set[str]) -> None:
-    """Stop if the loss is not a number; warn of collapsed embeddings, once for each kind of collapse."""
+def alarm(
+    row: dict[str, Any],
+    *,
+    d_z: int,
+    batch_size: int,
+    warned: set[str],
+    before: Sequence[dict[str, Any]] = (),
+) -> None:
+    """Stop if the loss is not a number; warn of collapsed embeddings and of a run that does not learn, each once.
+
+    `before` are the rows of the epochs before.
+    """
     if not math.isfinite(row["loss"]):
         broken = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
         raise UserError(
@@ -144,6 +154,8 @@ def alarm(row: dict[str, Any], *, d_z: int, batch_size: int, warned: set[str]) -
             "--batch-size",
         ),
     }
+    if why := not_learning([*before, row], d_z=d_z):
+        signs["no learning"] = (True, f"{why}: {ADVICE}")
     for name, (seen, advice) in signs.items():
         if seen and name not in warned:
             warned.add(name)

@@ -1,6 +1,9 @@
 """Measures of features without labels, against values by hand, numpy's formulas, and shapes of known dimension."""
 
+import json
 import math
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,17 +12,22 @@ from torch import Tensor
 
 from curvssl.evaluate.quality import (
     MEASURES,
+    WINDOW_EPOCHS,
+    agreement,
     alpha_req,
     effective_rank,
     lidar,
     nesum,
+    not_learning,
     rankme,
     selfcluster,
     stable_rank,
     twonn,
     verdict,
 )
+from curvssl.losses import BarlowTwinsLoss, VICRegLoss
 
+RESULTS = Path(__file__).parents[2] / "results"
 FLAT = {name: measure for name, measure in MEASURES.items() if not measure.views}
 
 
@@ -94,6 +102,7 @@ def test_nesum_and_stable_rank_differ_by_the_centring_alone():
 def test_selfcluster_is_one_on_a_line_and_zero_for_an_even_spread():
     assert selfcluster(torch.outer(normal(30), normal(5))) == pytest.approx(1)
     assert selfcluster(normal(4000, 16)) == pytest.approx(0, abs=2e-3)
+    assert math.isnan(selfcluster(torch.zeros(9, 4)))  # no direction at all
     # Two orthogonal pairs of equal points in the plane: Q = 8, n(n−1)/d = 6, so (8 − 4 − 6) / (16 − 4 − 6)
     assert selfcluster(torch.tensor([[1.0, 0], [3, 0], [0, 1], [0, 2]])) == pytest.approx(-1 / 3)
 
@@ -188,8 +197,14 @@ def test_features_that_collapsed_look_worse_than_a_spread_in_every_measure():
         (normal(400, 32), 3.0, 0.8, "healthy: RankMe 31.7 of 32, before training 9; LiDAR 30, before training 10"),
         (normal(400, 32), 3.0, math.nan, "healthy"),  # a criterion without an invariance
         (normal(400, 32), 3.0, 0.1, "has not learnt: the two views of an image agreed to 0.10"),
-        (normal(400, 32), 1.1, 0.8, "hardly better than before training: LiDAR 11, before training 10; train longer"),
-        (normal(400, 2) @ normal(2, 32), 3.0, 0.8, "low rank: few directions are used, RankMe 1.9"),
+        (
+            normal(400, 32),
+            1.1,
+            0.8,
+            "hardly better than before training: RankMe 31.7 of 32, before training 9; LiDAR 11",
+        ),
+        (normal(400, 5) @ normal(5, 32), 3.0, 0.8, "hardly better than before training: RankMe 4"),
+        (normal(400, 3) @ normal(3, 64), 3.0, 0.8, "low rank: few directions are used, RankMe 2.97 of 64"),
         (normal(400, 1) @ normal(1, 32), 3.0, 0.8, "collapsed: all images get nearly the same features, 1.0 of 32"),
         (1 + 1e-5 * normal(400, 32), 3.0, 0.8, "collapsed"),
         (torch.ones(400, 32), 3.0, 0.8, "collapsed"),
@@ -199,4 +214,70 @@ def test_features_that_collapsed_look_worse_than_a_spread_in_every_measure():
 )
 def test_the_verdict_names_what_is_wrong(h: Tensor, lidar_gain: float, agreed: float, said: str):
     found = {"rankme": rankme(h), "lidar": 10 * lidar_gain}
-    assert verdict(found, {"rankme": 9.0, "lidar": 10.0}, h=h, agreed=agreed).startswith(said)
+    untrained = {"rankme": 9.0 if h.shape[1] == 32 else 2.0, "lidar": 10.0}
+    assert verdict(found, untrained, h=h, agreed=agreed).startswith(said)
+
+
+# ---- does a run learn?
+
+CELLS = {file.relative_to(RESULTS).as_posix(): json.loads(file.read_text()) for file in RESULTS.glob("*/*.json")}
+CELLS = {name: cell for name, cell in CELLS.items() if "curves" in cell}
+
+
+def learned(cell: dict[str, Any]) -> bool:
+    """By the labels: the linear probe is better than on the features of runs that fell into the trap."""
+    return cell["probes"]["linear"]["mean"] > {"mnist": 90, "cifar10": 50}[cell["config"]["dataset"]]
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_every_published_run_that_did_not_learn_is_found_out_and_no_other(name: str):
+    rows, d_z = CELLS[name]["curves"], CELLS[name]["config"]["d_z"]
+    said = [text for i in range(len(rows)) if (text := not_learning(rows[: i + 1], d_z=d_z))]
+    assert bool(said) != learned(CELLS[name])
+    # ... and by its last rows, which the verdict reads
+    ends = np.mean([agreement(row, d_z=d_z) for row in rows[-WINDOW_EPOCHS:]])
+    assert (ends > 0.5) if learned(CELLS[name]) else (ends < 0.2)
+
+
+def test_both_kinds_of_runs_are_published():
+    trapped = {name for name, cell in CELLS.items() if not learned(cell)}
+    assert {f"literal/cifar10-{m}-seed{s}.json" for m in ("barlow-twins", "curvssl") for s in range(3)} <= trapped
+    assert not any(name.startswith("faithful/") for name in trapped)
+
+
+def rows_of(steps: int = 100, **columns: list[float]) -> list[dict[str, Any]]:
+    n = len(next(iter(columns.values())))
+    base = {"rho": [0.1] * n, "z_std": [1.0] * n} | columns
+    return [{"epoch": i + 1, "step": steps * (i + 1)} | {k: v[i] for k, v in base.items()} for i in range(n)]
+
+
+def test_the_agreement_is_the_correlation_that_gives_the_invariance():
+    z0 = normal(20_000, 4)
+    z1 = 0.6 * z0 + 0.8 * normal(20_000, 4, seed=1)  # correlation 0.6
+    for criterion in (BarlowTwinsLoss(), VICRegLoss()):
+        row = {name: float(value) for name, value in criterion.terms(z0, z1).items()} | {
+            "z_std": float(z0.std(0).mean())
+        }
+        assert agreement(row, d_z=4) == pytest.approx(0.6, abs=0.02)
+    assert math.isnan(agreement({"loss": 1.0, "z_std": 1.0}, d_z=4))
+
+
+def test_invariance_that_rises_is_told_with_both_numbers_and_one_that_falls_is_not():
+    rising = [79.0] * 5 + [108.0] * 5  # agreement 1 − √(79/128) = 0.21, then 1 − √(108/128) = 0.08
+    said = not_learning(rows_of(invariance=rising, redundancy=[1.0] * 10), d_z=128)
+    assert said == "the two views of an image hardly agree (correlation 0.08, and 0.21 in the 5 epochs before)"
+    assert not not_learning(rows_of(invariance=rising[::-1], redundancy=[1.0] * 10), d_z=128)
+    assert not not_learning(rows_of(invariance=rising[:9], redundancy=[1.0] * 9), d_z=128)  # too early to say
+
+
+def test_epochs_of_few_steps_are_given_more_epochs():
+    rows = rows_of(steps=5, invariance=[120.0] * 40, redundancy=[1.0] * 40)  # a hundred steps are twenty epochs
+    assert not not_learning(rows[:39], d_z=128)
+    assert "in the 20 epochs before" in not_learning(rows, d_z=128)
+
+
+def test_a_rho_that_was_high_and_is_lost_is_told():
+    lost = [0.1] * 3 + [0.6] * 6 + [0.2] * 5
+    assert not_learning(rows_of(rho=lost), d_z=128) == "ρ has fallen to 0.20 from 0.60"
+    assert not not_learning(rows_of(rho=[value / 2 for value in lost]), d_z=128)  # it was never clear
+    assert not not_learning(rows_of(rho=lost[:-2]), d_z=128)

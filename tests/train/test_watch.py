@@ -15,6 +15,7 @@ from torch import Tensor
 from curvssl.config import UserError
 from curvssl.data import named as data
 from curvssl.data.order import hold_out
+from curvssl.evaluate import quality
 from curvssl.evaluate.features import extract
 from curvssl.evaluate.quality import MEASURES, effective_rank, rank_from
 from curvssl.geometry import curvature, kernel_curvature
@@ -92,6 +93,21 @@ def test_a_run_that_collapses_says_so(tmp_path: Path, capsys: pytest.CaptureFixt
     config = dataclasses.replace(plain, method="vicreg", variance=0, covariance=0, weight_decay=5, lr=0.1)
     pretrain(config, out=tmp_path, progress=False)
     assert "collapse in epoch" in capsys.readouterr().err
+
+
+def test_a_run_that_does_not_learn_says_so_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(quality, "WINDOW_STEPS", 10)  # a hundred take long
+    noise = torch.randint(256, (64, 1, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    crops = dataclasses.replace(TINY.augment, crop_scale=(0.05, 0.1))  # two of them have nothing in common
+    still: dict[str, Any] = {"optimizer": "sgd", "lr": 1e-9, "schedule": "constant", "warmup_epochs": 0}
+    still |= {"batch_size": 32, "monitor_every": 0, "holdout": 0.0, "method": "barlow-twins", "augment": crops}
+    pretrain(dataclasses.replace(TINY, epochs=12, **still), out=tmp_path, images=noise, progress=False)
+    said = capsys.readouterr().err
+    assert said.count("no learning in epoch") == 1
+    assert "the two views of an image hardly agree (correlation" in said
+    assert "--warmup-epochs" in said
 
 
 def test_a_loss_that_is_no_number_stops_and_names_what_broke():
