@@ -17,7 +17,7 @@ from tyro.conf import Positional
 
 from curvssl import __version__
 from curvssl.config import PRESETS, PretrainConfig, UserError, unknown
-from curvssl.files import say
+from curvssl.files import printable, say
 from curvssl.methods import title_of
 
 MAY_BE_EMPTY = ("--only", "--preset")
@@ -244,6 +244,30 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
 
         return go
 
+    def quality(runs: Positional[tuple[Path, ...]], source: str = "auto") -> Callable[[], None]:
+        """How good is the encoder, without labels: RankMe, α-ReQ, NESum, stable rank, SelfCluster, TwoNN and LiDAR of
+        the training images' features, how to read them, and a verdict in words.
+
+        Args:
+            runs: run directories.
+            source: where data sets are downloaded from.
+        """
+
+        def go() -> None:
+            from curvssl.evaluate.quality import MEASURES, reading_guide
+            from curvssl.evaluate.runs import quality, quality_rows, table
+            from curvssl.rundir import Run
+
+            if not runs:
+                raise UserError("no run directory was given: curvssl quality RUN…")
+            results = {printable(str(run)): quality(Run.read(run), source=source) for run in runs}
+            print(table(("", *(measure.title for measure in MEASURES.values()), "d"), quality_rows(results)))
+            print(f"\n{reading_guide()}\n")
+            for name, result in results.items():
+                print(f"{name}: {result['verdict']}")
+
+        return go
+
     def map(
         run: Positional[Path],
         of: Literal["h", "z"] = "h",
@@ -423,6 +447,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
         "pretrain": pretrain,
         "views": views,
         "probe": probe,
+        "quality": quality,
         "map": map,
         "report": report,
         "embed": embed,

@@ -97,7 +97,7 @@ class PretrainConfig(LossSettings):
     batch_size: int = 256  # the global batch, over all devices; neighbours are sought inside it
     image_size: int = 32  # the views are this many pixels wide and high
     holdout: float = 0.1  # share of the training images kept out of pretraining, for the kNN monitor
-    monitor_every: int = 5  # epochs between two runs of the kNN monitor; 0 never
+    monitor_every: int = 5  # epochs between two runs of the monitor: kNN, and measures without labels; 0 never
 
     encoder: str = "resnet18"  # resnet18, resnet50, resnet-mini or timm:NAME
     stem: str = "imagenet"  # the ResNets' first layers: imagenet (7×7, stride 2, maxpool) or small (3×3)

@@ -79,6 +79,7 @@ def metrics(*, seed: int, curved: bool, epochs: int = 20) -> list[dict[str, floa
             row["curvature"] = 129 - 2 * row["rho"]
         if epoch % 5 == 0:
             row["knn"] = 96 - 20 * fall
+            row["rankme"] = 30 * (1 - fall) + 5
         rows.append(row)
     return rows
 

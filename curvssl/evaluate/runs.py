@@ -1,6 +1,7 @@
-"""Evaluate run directories: features, probes with their baselines, maps, comparisons. Results are stored in the run."""
+"""Evaluate run directories: features, probes and their baselines, measures, maps. Results are stored in the run."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -8,23 +9,29 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from curvssl import ranks
 from curvssl.collectives import rank, world_size
 from curvssl.config import UserError, all_but_the_seed
 from curvssl.data.folders import canvas_of, open_images, write_bad_images
+from curvssl.data.images import Images
 from curvssl.data.named import Dataset, Split, describe, load_on_ranks
-from curvssl.data.views import resize
+from curvssl.data.views import Augment, resize
 from curvssl.evaluate import features
 from curvssl.evaluate.features import Features, extract_over_ranks, raw_pixels
 from curvssl.evaluate.probes import PROBES, summary
+from curvssl.evaluate.quality import MEASURES, WINDOW_EPOCHS, agreement, verdict
 from curvssl.files import say, write_atomic, write_json
 from curvssl.geometry import curvature
 from curvssl.methods import title_of
+from curvssl.models import full_precision
 from curvssl.rundir import Run
 
 SPLITS = ("train", "test")
 PIXELS = 32
+QUALITY_IMAGES = 25_600  # as RankMe was published; a larger training split is sampled at random, with a fixed seed
+LIDAR_IMAGES, LIDAR_VIEWS = 1_000, 10  # of those. LiDAR's authors take 50 views, which costs as much as 50,000 images
 
 
 def dataset_of(run: Run, *, source: str = "auto") -> Dataset:
@@ -144,6 +151,73 @@ def draw_map(run: Run, *, of: str = "h", split: str = "test", source: str = "aut
     else:
         png, _ = maps.draw(xy, labels=made.y, classes=data.classes, title=title, out=stem)
     return png
+
+
+def quality(run: Run, *, source: str = "auto") -> dict[str, Any]:
+    """Every measure without labels of h of the training images, the same before training, and a verdict in words.
+
+    Stored in the run as quality.json.
+    """
+    data = dataset_of(run, source=source)
+    h, views = quality_features(run.load_net().encoder, run, data)
+    found = measures_of(h, views)
+    random = run.make_net(channels=max(3, data.train.images.shape[1])).encoder.eval()
+    untrained = measures_of(*quality_features(random, run, data))
+    ends = [agreement(row, d_z=run.config.d_z) for row in run.metrics()[-WINDOW_EPOCHS:]]
+    results = {
+        "images": len(h),
+        "dimensions": h.shape[1],
+        "images_and_views": list(views.shape[:2]),
+        "measures": {name: value if math.isfinite(value) else None for name, value in found.items()},  # JSON has no NaN
+        "untrained": {name: value if math.isfinite(value) else None for name, value in untrained.items()},
+        "verdict": verdict(found, untrained, h=h, agreed=statistics.fmean(ends) if ends else math.nan),
+    }
+    write_json(run.path / "quality.json", results)
+    return results
+
+
+def measures_of(h: Tensor, views: Tensor) -> dict[str, float]:
+    """Every measure of features h (n, d), or of those of several views (n, v, d)."""
+    return {name: measure((views if measure.views else h).to(here())) for name, measure in MEASURES.items()}
+
+
+def quality_features(encoder: nn.Module, run: Run, data: Dataset) -> tuple[Tensor, Tensor]:
+    """h of at most QUALITY_IMAGES training images, and of LIDAR_VIEWS augmented views of some: (n, d) and (m, v, d)."""
+    images, config = data.train.images, run.config
+    shape: dict[str, Any] = {"size": config.image_size, "mean": data.mean, "std": data.std}
+    h = extract_over_ranks(encoder, images[sampled(len(images), QUALITY_IMAGES)], device=here(), **shape).h
+    augment = Augment(**shape, **vars(config.augment)).to(here())
+    return h, features_of_views(encoder, images[sampled(len(images), LIDAR_IMAGES)], augment, views=LIDAR_VIEWS)
+
+
+def sampled(n: int, limit: int) -> Tensor:
+    """Sorted rows of n: all, or `limit` at random, with a fixed seed."""
+    return torch.randperm(n, generator=torch.Generator().manual_seed(0))[:limit].sort().values
+
+
+@torch.inference_mode()
+def features_of_views(encoder: nn.Module, images: Images, augment: Augment, *, views: int) -> Tensor:
+    """h of augmented views of each image, with a fixed seed, (n, views, d); unreadable images are left out."""
+    numbers, made = torch.Generator().manual_seed(0), []
+    with full_precision():
+        for batch in images.split(64):
+            u = torch.rand(views * len(batch), augment.draws, generator=numbers)
+            h = encoder(augment(batch.to(here()).repeat_interleave(views, 0), u.to(here())))
+            made.append(h.float().unflatten(0, (-1, views)).cpu())
+    return torch.cat(made)[images.places()]
+
+
+def quality_rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Rows of a table from {name: what `quality` returns}."""
+    return [
+        [
+            row,
+            *("–" if (value := result[key][m]) is None else f"{value:.3g}" for m in MEASURES),
+            str(result["dimensions"]),
+        ]
+        for name, result in results.items()
+        for row, key in ((name, "measures"), ("  before training", "untrained"))
+    ]
 
 
 def embed(run: Run, images: Path, *, out: Path) -> Features:

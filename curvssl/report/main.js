@@ -240,11 +240,11 @@ function recolour() {
 
 function curves() {
   const groups = payload.groups.map((group, id) => ({ ...group, colour: GROUP_COLOURS[id % GROUP_COLOURS.length], runs: group.runs.map((run) => payload.runs[run]) }));
-  const known = ["loss", "", "rho", "effective_rank", "z_std", "knn", "lr", "grad_norm", "views_per_s", "epoch_seconds", "seconds"];
+  const known = ["loss", "", "rho", "effective_rank", "z_std", "knn", "rankme", "alpha_req", "nesum", "stable_rank", "lr", "grad_norm", "views_per_s", "epoch_seconds", "seconds"];
   const has = [...new Set(payload.runs.flatMap((run) => Object.keys(run.metrics)))].filter((key) => !["epoch", "step"].includes(key));
   const place = (/** @type {string} */ key) => (known.includes(key) ? known.indexOf(key) : 1);
   const keys = has.sort((a, b) => place(a) - place(b));
-  const names = { rho: "ρ of the two views' curvature", effective_rank: "effective rank of z", knn: "kNN on held-out images, %", lr: "learning rate", epoch_seconds: "wall time of an epoch, s", seconds: "wall time since the start, s", z_std: "standard deviation of z", grad_norm: "gradient norm", views_per_s: "views per second" };
+  const names = { rho: "ρ of the two views' curvature", effective_rank: "effective rank of z", knn: "kNN on held-out images, %", rankme: "RankMe of h, directions in use", alpha_req: "α-ReQ of h, good near 1", nesum: "NESum of h", stable_rank: "stable rank of h", lr: "learning rate", epoch_seconds: "wall time of an epoch, s", seconds: "wall time since the start, s", z_std: "standard deviation of z", grad_norm: "gradient norm", views_per_s: "views per second" };
   byId("curves").replaceChildren(...keys.flatMap((key) => {
     const series = groups.flatMap((group) => {
       const made = seriesOf(group.runs.map((run) => run.metrics), key, group.name, group.colour);

@@ -199,6 +199,7 @@ def _train(
     lag = steps_behind(device)
     numbers = torch.Generator(device=device)
     warned: set[str] = set()
+    written = run.metrics() if main else []
     started = saved = shown = epoch_started = time.monotonic()
     epoch_first = done
     mine = ranks.shares(config.batch_size)[rank()]
@@ -217,7 +218,7 @@ def _train(
         assert measured is not None
         row |= measured.row()
         row["views_per_s"] = seen_per_step * (row["step"] - epoch_first) / (time.monotonic() - epoch_started)
-        watch.alarm(row, d_z=config.d_z, batch_size=config.batch_size, warned=warned)
+        watch.alarm(row, d_z=config.d_z, batch_size=config.batch_size, warned=warned, before=written)
         if monitored:
             row |= watch.monitor(net, data, watched, rows_of, size=config.image_size, device=device)
         row["seconds"] = seconds + time.monotonic() - started
@@ -226,6 +227,7 @@ def _train(
             if unreadable:  # a resumed run may not have come to them again yet
                 write_bad_images(run.path / "bad-images.txt", unreadable)
             run.append_metrics(row)
+            written.append(row)
             chart(row)
         measured, epoch_started, epoch_first = None, time.monotonic(), row["step"]
 

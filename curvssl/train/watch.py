@@ -1,10 +1,13 @@
-"""Metrics during training (spread and rank of embeddings, ρ, a kNN on held-out images), with warnings and charts."""
+"""Metrics during training: spread and rank of embeddings, ρ, a kNN on held-out images and measures without labels.
+
+Also the warnings, the progress bar and TensorBoard.
+"""
 
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,15 +21,16 @@ from curvssl.config import UserError
 from curvssl.data.images import Images
 from curvssl.data.named import Dataset
 from curvssl.data.order import Rows
-from curvssl.evaluate.features import extract_over_ranks
+from curvssl.evaluate.features import Features, extract_over_ranks
 from curvssl.evaluate.probes import knn
+from curvssl.evaluate.quality import ADVICE, DEAD_RANK, gram_of, not_learning, rank_from, spectral
 from curvssl.losses import Curvature, Loss, standardise
 from curvssl.models import Net
 from curvssl.train.step import Step, means
 
-MONITOR_IMAGES = 5_000  # the kNN monitor uses at most this many known and this many held-out images
+MONITOR_IMAGES = 5_000  # the monitor uses at most this many known and this many held-out images
+MEASURED_IMAGES = 2_000  # for the measures without labels, whose cost grows with the images and not only with d
 DEAD_STD = 1e-3  # embeddings whose standard deviation over images is below this have collapsed
-DEAD_RANK = 0.02  # so have embeddings whose effective rank is below this share of the largest possible one
 
 
 class Measured:
@@ -66,31 +70,10 @@ def geometry_of(z0: Tensor, z1: Tensor, *, criterion: Any, k: int) -> dict[str, 
     return {"rho": c.prod(1).mean(), "z_std": everyone.std(0).mean(), "gram": gram_of(everyone)}
 
 
-def effective_rank(z: Tensor) -> float:
-    """exp of the entropy of the singular values' shares: d if they are equal, 1 if only one is not zero."""
-    return rank_from(gram_of(z))
-
-
-def gram_of(z: Tensor) -> Tensor:
-    """zᵀz or zzᵀ of the centred embeddings (n, d), whichever is smaller, in float64."""
-    z = (z - z.mean(0)).double()
-    return z.mT @ z if z.shape[0] > z.shape[1] else z @ z.mT
-
-
-def rank_from(gram: Tensor) -> float:
-    """The effective rank of embeddings from their Gram matrix, whose eigenvalues are the squared singular values."""
-    if not gram.isfinite().all():
-        return math.nan
-    squares = torch.linalg.eigvalsh(gram.cpu())
-    squares = torch.where(squares > 1e-13 * squares.max(), squares, 0)  # the rest is rounding, which √ would enlarge
-    share = squares.sqrt() / squares.sqrt().sum().clamp_min(1e-300)
-    return float(torch.special.entr(share).sum().exp())
-
-
-def knn_accuracy(
+def judge(
     net: Net,
     images: Images,
-    labels: Tensor,
+    labels: Tensor | None,
     *,
     known: Tensor,
     held: Tensor,
@@ -99,30 +82,34 @@ def knn_accuracy(
     std: tuple[float, ...],
     classes: int,
     device: torch.device,
-) -> float:
-    """Accuracy in percent of a kNN that knows the labels of the images `known` and predicts those of `held`.
+) -> dict[str, float]:
+    """The measures without labels of the features of the images `known`. With labels also knn, the accuracy in percent
+    of a kNN that knows those of `known` and predicts those of `held`.
 
     All ranks must call it: each extracts its share of the features.
     """
-    bank, asked = (
-        extract_over_ranks(net.encoder, images[rows], labels=labels[rows], size=size, mean=mean, std=std)
-        for rows in (known[:MONITOR_IMAGES], held[:MONITOR_IMAGES])
-    )
-    assert bank.y is not None
-    assert asked.y is not None
-    return knn(bank.h, bank.y, asked.h, asked.y, classes=classes, device=device).accuracy[0]
+
+    def features(rows: Tensor) -> Features:
+        y = None if labels is None else labels[rows]
+        return extract_over_ranks(net.encoder, images[rows], labels=y, size=size, mean=mean, std=std)
+
+    bank = features(known[:MONITOR_IMAGES])
+    row: dict[str, float] = {}
+    if bank.y is not None:
+        asked = features(held[:MONITOR_IMAGES])
+        assert asked.y is not None
+        row["knn"] = knn(bank.h, bank.y, asked.h, asked.y, classes=classes, device=device).accuracy[0]
+    return row | spectral(bank.h[:MEASURED_IMAGES].to(device))
 
 
 def monitor(
     net: Any, data: Dataset, images: Images, rows: Rows, *, size: int, device: torch.device
 ) -> dict[str, float]:
-    """kNN accuracy on the held-out rows, if there are labels; `images` are those of pretraining, on any device."""
-    if data.train.labels is None:
-        return {}
+    """What `judge` finds with the held-out rows; `images` are those of pretraining, on any device."""
     data.train.images.exchange_bad()
     good = data.train.images.places()  # the image that replaces an unreadable one has another label
     known, held = (subset[torch.isin(subset, good)] for subset in (rows.known, rows.held))
-    accuracy = knn_accuracy(
+    return judge(
         net,
         images,
         data.train.labels,
@@ -134,11 +121,20 @@ def monitor(
         classes=len(data.classes),
         device=device,
     )
-    return {"knn": accuracy}
 
 
-def alarm(row: dict[str, Any], *, d_z: int, batch_size: int, warned: set[str]) -> None:
-    """Stop if the loss is not a number; warn of collapsed embeddings, once for each kind of collapse."""
+def alarm(
+    row: dict[str, Any],
+    *,
+    d_z: int,
+    batch_size: int,
+    warned: set[str],
+    before: Sequence[dict[str, Any]] = (),
+) -> None:
+    """Stop if the loss is not a number; warn of collapsed embeddings and of a run that does not learn, each once.
+
+    `before` are the rows of the epochs before.
+    """
     if not math.isfinite(row["loss"]):
         broken = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
         raise UserError(
@@ -158,6 +154,8 @@ def alarm(row: dict[str, Any], *, d_z: int, batch_size: int, warned: set[str]) -
             "--batch-size",
         ),
     }
+    if why := not_learning([*before, row], d_z=d_z):
+        signs["no learning"] = (True, f"{why}: {ADVICE}")
     for name, (seen, advice) in signs.items():
         if seen and name not in warned:
             warned.add(name)

@@ -473,6 +473,7 @@ def test_without_labels_probes_say_so_and_maps_show_curvature(
         (flat / file.name).symlink_to(file)
     run = pretrain(config(f"folder:{flat}"), out=tmp_path / "run", progress=False)
     assert "knn" not in run.metrics()[-1]
+    assert 1 < run.metrics()[-1]["rankme"] < 128
     with pytest.raises(UserError, match=r"has no labels, so that the linear.*knn probes are skipped; curvssl map"):
         probe(run)
     assert draw_map(run).exists()

@@ -15,8 +15,10 @@ import curvssl
 from curvssl.cli import main
 from curvssl.config import UserError
 from curvssl.data import named as data
+from curvssl.data.views import Augment
 from curvssl.evaluate import runs as evaluate
 from curvssl.evaluate.probes import PROBES
+from curvssl.evaluate.quality import MEASURES
 from curvssl.rundir import Run
 from curvssl.train.loop import pretrain
 
@@ -163,3 +165,33 @@ def test_a_run_that_was_probed_before_there_was_a_probe_is_compared_by_the_other
     assert row[3:] == [f"{known['linear']['mean']:.1f}", "–", "–"]
     (row,) = evaluate.compare(Run.read(tmp_path / name) for name in ("old", "new"))
     assert row[4] == f"{known['mlp']['mean']:.1f}"
+
+
+def test_quality_measures_the_trained_and_the_untrained_encoder_and_says_what_it_thinks(
+    runs: list[Run], capsys: pytest.CaptureFixture[str]
+):
+    main(["quality", *(str(run.path) for run in runs)])
+    said = capsys.readouterr().out
+    digits = data.load("digits")
+    for run in runs:
+        stored = run.read_json("quality.json")
+        assert (stored["images"], stored["dimensions"], stored["images_and_views"]) == (1437, 128, [1000, 10])
+        h = evaluate.features_of(run, digits, "train").h
+        s = np.linalg.svd(h.double().numpy(), compute_uv=False)
+        p = s / s.sum() + 1e-7
+        assert stored["measures"]["rankme"] == pytest.approx(np.exp(-(p * np.log(p)).sum()))
+        assert stored["measures"].keys() == stored["untrained"].keys() == MEASURES.keys()
+        assert f"{run.path}: {stored['verdict']}" in said
+    assert all(measure.title in said and measure.reading in said for measure in MEASURES.values())
+    assert "compare only runs that share these" in said
+
+
+def test_the_views_of_lidar_are_augmented_images_through_the_encoder(runs: list[Run]):
+    digits, net = data.load("digits"), runs[0].load_net()
+    augment = Augment(size=8, mean=digits.mean, std=digits.std, **vars(runs[0].config.augment))
+    made = evaluate.features_of_views(net.encoder, digits.train.images[torch.arange(70)], augment, views=3)
+    assert made.shape == (70, 3, 128)
+    u = torch.rand(3 * 64, augment.draws, generator=torch.Generator().manual_seed(0))  # of the first batch
+    with torch.no_grad():
+        h = net.encoder(augment(digits.train.images.pixels[5].expand(3, -1, -1, -1), u[15:18]))
+    assert torch.allclose(made[5], h, atol=1e-5)

@@ -517,6 +517,7 @@ def test_seeds_of_a_method_become_a_mean_with_a_band(browser: Any, grid: RunData
         "invariance",
         "curvature",
         "effective rank of z",
+        "RankMe of h, directions in use",
         "learning rate",
         "wall time of an epoch, s",
     ):

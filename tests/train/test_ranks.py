@@ -94,7 +94,7 @@ def test_two_ranks_over_twenty_steps_give_the_losses_and_weights_of_one(
     assert len(ranks.loss_curve(alone[method].path)) == 20
     ranks.assert_same_run(alone[method].path, folder / f"two-{method}")
     one, two = (run.metrics()[-1] for run in (alone[method], Run.read(folder / f"two-{method}")))
-    for name in ("rho", "z_std", "effective_rank", "grad_norm", "knn"):  # metrics of the global batch, too
+    for name in ("rho", "z_std", "effective_rank", "grad_norm", "knn", "rankme"):  # metrics of the global batch, too
         assert two[name] == pytest.approx(one[name], rel=1e-5, abs=1e-5), name
 
 

@@ -1,4 +1,4 @@
-"""Metrics during training: the effective rank, ρ, warnings of a collapse, and the kNN monitor."""
+"""Metrics during training: ρ, warnings of a collapse, and the monitor: kNN accuracy and measures without labels."""
 
 import dataclasses
 import math
@@ -15,13 +15,17 @@ from torch import Tensor
 from curvssl.config import UserError
 from curvssl.data import named as data
 from curvssl.data.order import hold_out
+from curvssl.evaluate import quality
+from curvssl.evaluate.features import extract
+from curvssl.evaluate.quality import MEASURES, effective_rank, rank_from
 from curvssl.geometry import curvature, kernel_curvature
 from curvssl.losses import BarlowTwinsLoss, CurvSSLLoss, KernelCurvSSLLoss
 from curvssl.train import watch
 from curvssl.train.loop import pretrain
-from curvssl.train.watch import alarm, effective_rank, geometry_of, rank_from
+from curvssl.train.watch import alarm, geometry_of
 
 FINE = {"epoch": 3, "loss": 1.0, "z_std": 0.5, "effective_rank": 20.0}
+WATCHED = ["rankme", "alpha_req", "nesum", "stable_rank"]
 NOISE = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -29,30 +33,6 @@ NOISE = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
 def _one_thread() -> Iterator[None]:
     with one_thread():
         yield
-
-
-def cross(lengths: list[float]) -> Tensor:
-    """±length along each axis: centred, with singular values √2 · length."""
-    return torch.cat((torch.diag(torch.tensor(lengths)), -torch.diag(torch.tensor(lengths))))
-
-
-def test_equal_directions_have_full_effective_rank():
-    assert effective_rank(cross([1.0] * 7)) == pytest.approx(7)
-    assert effective_rank(cross([1.0] * 7) + 100) == pytest.approx(7, rel=1e-4)  # a common offset does not matter
-
-
-def test_one_direction_has_effective_rank_one():
-    assert effective_rank(cross([1.0, 0, 0, 0])) == pytest.approx(1)
-    assert effective_rank(torch.ones(8, 4)) == pytest.approx(1)  # so have equal points
-
-
-def test_shares_of_three_to_one_have_the_exponential_of_their_entropy():
-    # −¾ ln ¾ − ¼ ln ¼ = ln 4 − ¾ ln 3
-    assert effective_rank(cross([3.0, 1.0])) == pytest.approx(4 / 3**0.75)
-
-
-def test_the_rank_of_embeddings_that_are_no_numbers_is_no_number():
-    assert math.isnan(effective_rank(torch.tensor([[1.0, math.nan], [0.0, 1.0]])))
 
 
 @pytest.mark.parametrize("criterion", [BarlowTwinsLoss(), CurvSSLLoss(k=6), KernelCurvSSLLoss(k=6, gamma=0.3)])
@@ -115,6 +95,21 @@ def test_a_run_that_collapses_says_so(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "collapse in epoch" in capsys.readouterr().err
 
 
+def test_a_run_that_does_not_learn_says_so_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(quality, "WINDOW_STEPS", 10)  # a hundred take long
+    noise = torch.randint(256, (64, 1, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    crops = dataclasses.replace(TINY.augment, crop_scale=(0.05, 0.1))  # two of them have nothing in common
+    still: dict[str, Any] = {"optimizer": "sgd", "lr": 1e-9, "schedule": "constant", "warmup_epochs": 0}
+    still |= {"batch_size": 32, "monitor_every": 0, "holdout": 0.0, "method": "barlow-twins", "augment": crops}
+    pretrain(dataclasses.replace(TINY, epochs=12, **still), out=tmp_path, images=noise, progress=False)
+    said = capsys.readouterr().err
+    assert said.count("no learning in epoch") == 1
+    assert "the two views of an image hardly agree (correlation" in said
+    assert "--warmup-epochs" in said
+
+
 def test_a_loss_that_is_no_number_stops_and_names_what_broke():
     with pytest.raises(UserError) as error:
         alarm(FINE | {"loss": math.nan, "rho": math.inf}, d_z=8, batch_size=40, warned=set())
@@ -130,14 +125,14 @@ def test_the_monitor_asks_about_images_whose_labels_it_was_not_told(
 ):
     told: list[set[int]] = []
     asked: list[set[int]] = []
-    real = watch.knn_accuracy
+    real = watch.judge
 
-    def record(*args: Any, known: Tensor, held: Tensor, **settings: Any) -> float:
+    def record(*args: Any, known: Tensor, held: Tensor, **settings: Any) -> dict[str, float]:
         told.append(set(known.tolist()))
         asked.append(set(held.tolist()))
         return real(*args, known=known, held=held, **settings)
 
-    monkeypatch.setattr(watch, "knn_accuracy", record)
+    monkeypatch.setattr(watch, "judge", record)
     pretrain(dataclasses.replace(TINY, holdout=share, epochs=1, batch_size=640), out=tmp_path, progress=False)
     assert (len(told), len(asked)) == (1, 1)
     assert len(asked[0]) == 143
@@ -153,7 +148,11 @@ def test_the_monitor_runs_every_few_epochs_and_leaves_the_network_alone():
     _, held, known = hold_out(len(digits.train.images), share=SHORT.holdout, seed=SHORT.seed)
     settings: dict[str, Any] = {"size": 8, "mean": digits.mean, "std": digits.std, "classes": 10}
     images, labels = digits.train.images, digits.train.labels
-    accuracy = watch.knn_accuracy(net, images, labels, known=known, held=held, device=torch.device("cpu"), **settings)
-    assert accuracy == pytest.approx(run.metrics()[-1]["knn"])
+    found = watch.judge(net, images, labels, known=known, held=held, device=torch.device("cpu"), **settings)
+    assert found == pytest.approx({name: run.metrics()[-1][name] for name in ("knn", *WATCHED)})
+    h = extract(net.encoder, images[known], size=8, mean=digits.mean, std=digits.std).h
+    assert {name: MEASURES[name](h) for name in WATCHED} == pytest.approx({name: found[name] for name in WATCHED})
+    blind = watch.judge(net, images, None, known=known, held=held, device=torch.device("cpu"), **settings)
+    assert blind == {name: found[name] for name in WATCHED}  # the same without labels
     assert net.training
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
