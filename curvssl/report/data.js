@@ -10,7 +10,7 @@
 /** @typedef {{groups: string[], columns: {name: string, size: string, images: string[]}[]}} Seen */
 /** @typedef {Record<string, any>} Tree */
 /** @typedef {{name: string, group: number, split: number, config: Tree, provenance: Tree, probes: Tree,
- *   metrics: Record<string, (number | null)[]>, points: RawPoints | null}} RawRun */
+ *   metrics: Record<string, (number | null)[]>, warning: string, points: RawPoints | null}} RawRun */
 /** @typedef {{title: string, created: string, version: string, splits: RawSplit[], runs: RawRun[],
  *   groups: {name: string, runs: number[]}[], seen: Seen[]}} Payload */
 

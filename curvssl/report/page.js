@@ -89,7 +89,9 @@ function summary() {
       ["epochs", short(last("epoch"))],
       ["wall time", wall.every(Number.isFinite) ? duration(mean(wall)) : "–"],
     ];
+    const warning = runs.find((run) => run.warning)?.warning;
     const made = element("article", { class: "card stat" }, element("h3", {}, group.name),
+      ...(warning ? [element("p", { class: "warning" }, `Does not learn: ${warning}.`)] : []),
       element("p", { class: "big" }, probe ? percent(pooled(runs, [probe])) : "–", element("small", {}, probe ? `% ${probe} probe` : "no probe yet")),
       element("dl", {}, ...facts.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)])));
     made.style.setProperty("--tint", GROUP_COLOURS[id % GROUP_COLOURS.length]);

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from curvssl.config import UserError, all_but_the_seed
+from curvssl.evaluate.quality import not_learning
 from curvssl.files import write_atomic
 from curvssl.methods import title_of
 
@@ -239,6 +240,7 @@ def payload(runs: Sequence[RunData]) -> dict[str, Any]:
             "provenance": {"run": run.name} | run.provenance,
             "probes": run.probes,
             "metrics": columns(run.metrics),
+            "warning": not_learning(run.metrics, d_z=run.config.get("d_z", 1)),
             "split": 0,
             "points": None,
         }

@@ -856,3 +856,17 @@ def test_a_folder_with_a_broken_file_becomes_a_page_of_the_others(browser: Any, 
     assert np.corrcoef(shown.ravel(), source.ravel())[0, 1] > 0.97
     assert "no labels" in opened.page.inner_text("#probes")
     opened.context.close()
+
+
+def test_the_card_of_a_run_that_did_not_learn_says_so(browser: Any, grid: RunData, tmp_path: Path) -> None:
+    """With the stored curves of two published runs: one in the trap, one that learned."""
+    results = Path(__file__).parents[2] / "results"
+    runs = []
+    for study in ("literal", "faithful"):
+        cell = json.loads((results / study / "cifar10-barlow-twins-seed0.json").read_text())
+        runs.append(dataclasses.replace(grid, name=study, config=cell["config"], metrics=cell["curves"]))
+    opened = single(browser, runs, tmp_path)
+    cards = [card.inner_text() for card in opened.page.locator("article.stat").all()]
+    assert len(cards) == 2
+    assert "Does not learn: the two views of an image hardly agree" in cards[0]
+    assert "Does not learn" not in cards[1]
