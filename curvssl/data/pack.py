@@ -17,7 +17,8 @@ def pack(folder: Path, out: Path, *, size: int, progress: bool = True) -> tuple[
     """Write uint8 (N, C, S, S) for views of up to `size` pixels, one batch in memory at a time; returns path and shape.
 
     Labels go to NAME.labels.npz. Unreadable files are left out and listed in NAME.bad-images.txt. The array is written
-    last and atomically.
+    atomically. At every moment the labels next to an array are its own: an earlier pack's are deleted before the array
+    is replaced, and the new ones are written after it.
     """
     out = out if out.suffix == ".npy" else out.with_name(out.name + ".npy")
     names = list_images(folder)
@@ -40,12 +41,15 @@ def pack(folder: Path, out: Path, *, size: int, progress: bool = True) -> tuple[
                 bar.update(len(batch))
         file.seek(0)
         _header(file, (len(images.places()), *images.shape[1:]))
-        if labels is not None:
-            kept, beside = labels[images.places()].numpy(), out.with_suffix(".labels.npz")
-            write_atomic(beside, lambda labels_file: np.savez(labels_file, labels=kept, classes=np.array(classes)))
-        write_bad_images(out.with_suffix(".bad-images.txt"), images.bad)
+        file.flush()  # a full disk is noticed before anything is deleted
+        beside.unlink(missing_ok=True)
 
+    beside = out.with_suffix(".labels.npz")
     write_atomic(out, write)
+    if labels is not None:
+        kept = labels[images.places()].numpy()
+        write_atomic(beside, lambda file: np.savez(file, labels=kept, classes=np.array(classes)))
+    write_bad_images(out.with_suffix(".bad-images.txt"), images.bad)
     return out, (len(images.places()), *images.shape[1:])
 
 

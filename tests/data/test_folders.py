@@ -436,6 +436,24 @@ def test_packing_leaves_out_what_cannot_be_read_and_keeps_labels_in_step(tmp_pat
     assert sorted(file.name for file in tmp_path.iterdir()) == ["in", "out.bad-images.txt", "out.labels.npz", "out.npy"]
 
 
+def test_a_pack_never_has_the_labels_of_an_earlier_one(tmp_path: Path):
+    for i in range(40):
+        save(tmp_path / "sorted" / "ab"[i % 2] / f"{i:02}.png", np.full((6, 6), i, dtype=np.uint8))
+        save(tmp_path / "flat" / f"{i:02}.png", np.full((6, 6), 100 + i, dtype=np.uint8))
+        save(tmp_path / "broken" / f"{i:02}.png", np.full((6, 6), i, dtype=np.uint8))
+    for i in range(20, 40):
+        truncate(tmp_path / "broken" / f"{i:02}.png")
+    out, _ = pack(tmp_path / "sorted", tmp_path / "out.npy", size=224, progress=False)
+    before = out.read_bytes(), out.with_suffix(".labels.npz").read_bytes()
+    with pytest.raises(UserError, match="cannot be read"):  # in the middle of it: the earlier pack stays whole
+        pack(tmp_path / "broken", out, size=224, progress=False)
+    assert (out.read_bytes(), out.with_suffix(".labels.npz").read_bytes()) == before
+    pack(tmp_path / "flat", out, size=224, progress=False)
+    pixels, labels, _ = open_array(out)
+    assert sorted(pixels[:, 0, 0, 0]) == list(range(100, 140))
+    assert labels is None
+
+
 def test_embedding_a_runs_own_folder_gives_its_features(in_memory: Run, digits: Path, tmp_path: Path):
     found = embed(in_memory, digits, out=tmp_path / "e.npz")
     data = dataset_of(in_memory)
