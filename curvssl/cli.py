@@ -373,7 +373,10 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
 
             if not runs:
                 raise UserError("no run directory was given: curvssl compare RUN…")
-            print(table(("data", "method", "seeds", *PROBES), compare(Run.read(run) for run in runs)))
+            different = {run.resolve(): run for run in runs}
+            if len(different) < len(runs):
+                say(f"of {len(runs)} runs {len(runs) - len(different)} were given twice, and count once")
+            print(table(("data", "method", "seeds", *PROBES), compare(Run.read(run) for run in different.values())))
 
         return go
 

@@ -127,7 +127,8 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return (self.path / "encoder.safetensors").exists()
+        """Whether there is a whole encoder. If it was cut off, the same command makes it again from the checkpoint."""
+        return _whole(self.path / "encoder.safetensors") and _whole(self.path / "projector.safetensors")
 
     def save_net(self, net: "Net", *, channels: int) -> None:
         """The projector is written first, because a run with an encoder counts as finished."""
@@ -165,7 +166,7 @@ class Run:
         from safetensors.torch import load
 
         if not self.finished:
-            raise UserError(f"{self.path} has no encoder.safetensors yet: run its pretraining to the end first")
+            raise UserError(f"{self.path} has no whole encoder.safetensors yet: run its pretraining to the end")
         weights: dict[str, dict[str, Any]] = {}
         for name in ("encoder", "projector"):
             data = (self.path / f"{name}.safetensors").read_bytes()  # safe_open takes no path that is not UTF-8
@@ -221,6 +222,18 @@ def commit() -> str | None:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def _whole(file: Path) -> bool:
+    """Whether a safetensors file has a header, and all the bytes that the header promises."""
+    try:
+        with open(file, "rb") as opened:
+            n = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(n)) if 0 < n < file.stat().st_size else {}
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        return bool(ends) and file.stat().st_size == 8 + n + max(ends)
+    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError):
+        return False
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

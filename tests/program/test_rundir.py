@@ -85,7 +85,7 @@ def test_what_is_not_a_run_says_so(tmp_path: Path):
     with pytest.raises(UserError, match=r"is not a run directory: it has no config\.json"):
         Run.read(tmp_path)
     Run.create(tmp_path, TINY)
-    with pytest.raises(UserError, match=r"has no encoder\.safetensors yet: run its pretraining to the end"):
+    with pytest.raises(UserError, match=r"has no whole encoder\.safetensors yet: run its pretraining to the end"):
         curvssl.load_encoder(tmp_path)
 
 

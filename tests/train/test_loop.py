@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -221,6 +222,20 @@ def test_a_truncated_checkpoint_and_a_half_written_line_change_nothing(
     assert capsys.readouterr().err.count("cannot be read") == broken
     assert weights(tmp_path) == weights(whole)
     assert rows(tmp_path) == rows(whole)
+
+
+@pytest.mark.parametrize(("name", "left"), [("encoder", 0), ("encoder", 3000), ("projector", 5)])
+def test_a_finished_run_whose_weights_were_cut_off_is_mended_by_the_same_command(
+    name: str, left: int, whole: Path, tmp_path: Path
+):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    file = run / f"{name}.safetensors"
+    file.write_bytes(file.read_bytes()[:left])
+    assert not Run.read(run).finished
+    pretrain(TINY, out=run, progress=False)
+    assert weights(run) == weights(whole)
+    assert rows(run) == rows(whole)
 
 
 def test_a_second_process_is_refused(tmp_path: Path):
