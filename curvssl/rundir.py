@@ -166,7 +166,7 @@ class Run:
         from safetensors.torch import load
 
         if not self.finished:
-            raise UserError(f"{self.path} has no whole encoder.safetensors yet: run its pretraining to the end")
+            raise UserError(f"{self.path} has no whole encoder.safetensors yet: run its pretraining to the end first")
         weights: dict[str, dict[str, Any]] = {}
         for name in ("encoder", "projector"):
             data = (self.path / f"{name}.safetensors").read_bytes()  # safe_open takes no path that is not UTF-8
