@@ -368,7 +368,7 @@ def rbf_terms(x: Tensor, *, k: int, eps: float, width: Tensor | None) -> Tensor:
 
 
 def numbers(part: Loss, z: Tensor) -> Tensor | None:
-    """`part.numbers` of two views (2, b, d) by these kernels, or None where they do not support it."""
+    """The numbers of a term of two views (2, b, d) by these kernels, or None where they do not support it."""
     if type(part) is not Curvature or world_size() > 1 or not fits(z, k=part.k):
         return None
     if part.kernel is None:
