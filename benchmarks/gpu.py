@@ -199,9 +199,10 @@ def start_up() -> dict[str, float]:
     return found
 
 
-def floor(stem: str, batch: int, ceiling: dict[str, float]) -> dict[str, Any]:
+def floor(stem: str, batch: int, ceiling: dict[str, float], *, local: int = 0) -> dict[str, Any]:
     """A lower bound for a step in which cuDNN computes the convolutions and BatchNorm is a separate pass: the
-    convolutions of all layers alone, and the bytes of BatchNorm, ReLU and residuals at the speed of a copy.
+    convolutions of all layers alone, and the bytes of BatchNorm, ReLU and residuals at the speed of a copy. With
+    `local` views of 16×16 beside the two of 32×32.
 
     Passes over an activation with ReLU, forward: read for the statistics; read, write. Backward: read x and ∂y for two
     sums; read both, write ∂x. A residual adds three: it is read, the ReLU's mask is read, its gradient is written.
@@ -227,17 +228,17 @@ def floor(stem: str, batch: int, ceiling: dict[str, float]) -> dict[str, Any]:
     for module in net.modules():
         if isinstance(module, nn.Conv2d | nn.BatchNorm2d):
             module.register_forward_hook(look)
-    x = torch.randn(2 * batch, 3, 32, 32, device="cuda", dtype=torch.bfloat16)
-    with torch.no_grad():
-        net(x.contiguous(memory_format=torch.channels_last))
+    for n, size in shapes_of({"local_views": local}):
+        x = torch.randn(n * batch, 3, size, size, device="cuda", dtype=torch.bfloat16)
+        with torch.no_grad():
+            net(x.contiguous(memory_format=torch.channels_last))
 
     def convolve() -> None:
-        for i, (x, dy, layer) in enumerate(seen):
+        for x, dy, layer in seen:
             shape = (layer.stride, layer.padding, [1, 1])
             nn.functional.conv2d(x, layer.weight, None, layer.stride, layer.padding)
-            torch.ops.aten.convolution_backward(
-                dy, x, layer.weight, None, *shape, False, [0, 0], 1, [i > 0, True, False]
-            )
+            wanted = [layer.in_channels > 3, True, False]  # nobody needs the gradient of a view
+            torch.ops.aten.convolution_backward(dy, x, layer.weight, None, *shape, False, [0, 0], 1, wanted)
 
     with torch.no_grad():
         for _ in range(3):
@@ -250,7 +251,8 @@ def floor(stem: str, batch: int, ceiling: dict[str, float]) -> dict[str, Any]:
         graph.instantiate()
     ms = median_ms(graph.replay)
     norm = bytes_moved / ceiling["copy_TB_per_s"] / 1e9
-    return {"stem": stem, "batch": batch, "convolutions_ms": ms, "norm_GB": bytes_moved / 1e9, "norm_ms": norm}
+    found = {"convolutions_ms": ms, "norm_GB": bytes_moved / 1e9, "norm_ms": norm}
+    return {"stem": stem, "batch": batch, "local_views": local} | found
 
 
 def ceilings() -> dict[str, float]:
@@ -493,7 +495,7 @@ PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "view_peers": lambda found: [
         peer(stem, 256, lightly=True, workers=found["workers"], local=local) for stem in FLOPS for local in (0, 4)
     ],
-    "floors": lambda found: [floor(stem, 256, found["ceilings"]) for stem in FLOPS],
+    "floors": lambda found: [floor(stem, 256, found["ceilings"], local=n) for stem in FLOPS for n in (0, 4)],
     "large_batch": lambda found: large_batch(found["ceilings"]),
     "augmentation": lambda found: augmentation(),
     "start_up": lambda found: start_up(),

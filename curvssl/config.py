@@ -122,6 +122,7 @@ class PretrainConfig(LossSettings):
     local_size: int = 16  # local views are this many pixels wide and high
     local_crop_scale: tuple[float, float] = (0.05, 0.25)  # share of the image's area that a local view covers
     alpha_chord: float = 0.0  # weight of the chord, for which a blend of two images is one more view; 0 leaves it out
+    alpha_turn: float = 0.0  # weight of telling by how many quarters four more small views were turned; 0 leaves it out
 
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     second: Colours = field(default_factory=Colours)
@@ -142,7 +143,7 @@ class PretrainConfig(LossSettings):
                 raise UserError(f"{name}={getattr(self, name)} needs to be a positive number")
         weights = [name for name, setting in SETTINGS.items() if isinstance(setting.default, float)]
         counts = ("local_views", "monitor_every", "checkpoint_seconds", "seed")
-        for name in (*weights, "alpha_chord", "weight_decay", "warmup_epochs", *counts):
+        for name in (*weights, "alpha_chord", "alpha_turn", "weight_decay", "warmup_epochs", *counts):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise UserError(f"{name}={getattr(self, name)} needs to be 0 or more")
         _within("momentum", self.momentum, 0, 1)
@@ -153,10 +154,11 @@ class PretrainConfig(LossSettings):
             raise UserError(f"batch_size={self.batch_size} needs more than k={self.k}: lower k or raise batch_size")
         if self.alpha_chord and self.batch_size % 2:
             raise UserError(f"batch_size={self.batch_size} has no pairs to blend for alpha_chord: use an even number")
-        if self.alpha_chord and self.method == OWN:
-            raise UserError(f"alpha_chord={self.alpha_chord} is for a named method: an own criterion sees no blends")
+        for name, seen in (("alpha_chord", "blends"), ("alpha_turn", "turned views")):
+            if getattr(self, name) and self.method == OWN:
+                raise UserError(f"{name}={getattr(self, name)} is for a named method: an own criterion sees no {seen}")
         self.second_augment()  # their settings are checked
-        if self.local_views:
+        if self.local_views or self.alpha_turn:
             self.local_augment()
         if self.warmup_epochs > self.epochs:
             raise UserError(f"warmup_epochs={self.warmup_epochs} is longer than the run's epochs={self.epochs}")
@@ -175,6 +177,10 @@ class PretrainConfig(LossSettings):
     def local_augment(self) -> AugmentConfig:
         """How a local view is made: as the first global one, but for its crop and what `local` says."""
         return _changed(self.augment, self.local, what="local views", crop_scale=self.local_crop_scale)
+
+    def turned_augment(self) -> AugmentConfig:
+        """How a view that is turned is made: as a local one, but of a crop like a global one's, to hold an object."""
+        return _changed(self.augment, self.local, what="turned views")
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

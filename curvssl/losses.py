@@ -20,6 +20,7 @@ from curvssl.geometry import check_k, kernel_neighbors, kernel_scores, neighbors
 from curvssl.kernels import AnyKernel, check_gamma, kernel_width, product, resolve
 
 GLOBAL = 2  # the first views are global, the others local
+TURNS = 4  # quarter turns, and as many turned views
 
 
 class Loss(nn.Module):
@@ -65,16 +66,17 @@ class Loss(nn.Module):
             z = torch.stack((z0, z1, *local))
         return self.terms_of(z)
 
-    def terms_of(self, z: Tensor, t: Tensor | None = None) -> dict[str, Tensor]:
-        """`terms` of all views in one tensor (V, b, d). With t (b,), the last of them are blends."""
+    def terms_of(self, z: Tensor, t: Tensor | None = None, turns: Tensor | None = None) -> dict[str, Tensor]:
+        """`terms` of all views in one tensor (V, b, d). With t (b,), the last of them are blends. `turns` are what
+        `Turn` reads."""
         return {
             name: number
             for _, part in self.parts()
-            for name, number in zip(part.names, part.exactly(z, t), strict=True)
+            for name, number in zip(part.names, part.exactly(z, t, turns), strict=True)
         }
 
-    def exactly(self, z: Tensor, t: Tensor | None = None) -> Tensor:
-        """`over_views` in at least float32, z and t as in `terms_of`."""
+    def exactly(self, z: Tensor, t: Tensor | None = None, turns: Tensor | None = None) -> Tensor:
+        """`over_views` in at least float32, with what `terms_of` is given."""
         if z.shape[1] * world_size() < 2:
             raise ValueError("a batch of 1 has no statistics: use 2 or more images")
         with torch.autocast(z.device.type, enabled=False):
@@ -220,15 +222,45 @@ class Chord(Loss):
         return {"chord": 1.0}
 
 
-class WithChord(Loss):
-    """A loss plus α_chord times the chord of the blends of its first view."""
+class Turn(Loss):
+    """Cross-entropy of a head that says by how many quarters a small view was turned (Dangovski et al., 2022).
 
-    def __init__(self, loss: Loss, *, alpha_chord: float) -> None:
+    What the views' agreement throws away, such as which way is up, stays in the features. `turns` (m, b, 4) are the
+    head's numbers for m turned views; view j of image i was turned by (i + j) mod 4 quarters, so that every view holds
+    all turns. `terms` reports the share of right answers as "turn_accuracy".
+    """
+
+    names = ("turn", "turn_accuracy")
+
+    def exactly(self, z: Tensor, t: Tensor | None = None, turns: Tensor | None = None) -> Tensor:
+        if turns is None:
+            raise ValueError("the turns need a head's numbers for turned views: give the loss those")
+        with torch.autocast(turns.device.type, enabled=False):
+            turns = turns.to(torch.promote_types(turns.dtype, torch.float32))
+            wanted = quarters(*turns.shape[:2], device=turns.device)
+            wrong = nn.functional.cross_entropy(turns.flatten(0, 1), wanted, reduction="sum")
+            right = (turns.detach().flatten(0, 1).argmax(1) == wanted).sum()
+            return total(torch.stack((wrong, right.to(wrong.dtype)))) / (len(wanted) * world_size())
+
+    def weights(self) -> dict[str, float]:
+        return {"turn": 1.0}
+
+
+class Sum(Loss):
+    """A loss plus further weighted terms."""
+
+    def __init__(self, loss: Loss, *more: tuple[float, Loss]) -> None:
         super().__init__()
-        self.loss, self.chord, self.alpha_chord = loss, Chord(), alpha_chord
+        self.loss, self.more = loss, nn.ModuleList(term for _, term in more)
+        self.alphas = [weight for weight, _ in more]
 
     def parts(self) -> tuple[tuple[float, Loss], ...]:
-        return *self.loss.parts(), (self.alpha_chord, self.chord)
+        return *self.loss.parts(), *zip(self.alphas, self.more, strict=True)  # type: ignore[arg-type]
+
+
+def quarters(views: int, b: int, *, device: torch.device) -> Tensor:
+    """The quarter turns of view j of image i, (i + j) mod 4: (views · b,)."""
+    return (torch.arange(b, device=device) + torch.arange(views, device=device)[:, None]).flatten() % TURNS
 
 
 def partners(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from curvssl.config import UserError, unknown
-from curvssl.losses import GLOBAL
+from curvssl.losses import GLOBAL, TURNS
 
 
 class ResNetMini(nn.Module):
@@ -159,6 +159,15 @@ def make_projector(d_h: int, *, width: int, depth: int, d_z: int, norm: bool) ->
     return nn.Sequential(*layers)
 
 
+def make_head(d_h: int, *, width: int) -> nn.Module:
+    """The four quarter turns from h: two hidden layers with LayerNorm, as Dangovski et al. have it."""
+    layers: list[nn.Module] = []
+    for _ in range(2):
+        layers += [nn.Linear(d_h, width), nn.LayerNorm(width), nn.ReLU()]
+        d_h = width
+    return nn.Sequential(*layers, nn.Linear(d_h, TURNS))
+
+
 class Seen:
     """What the batch holds that a network sees; its BatchNorms read it."""
 
@@ -167,17 +176,18 @@ class Seen:
 
 
 class Net(nn.Module):
-    """z = g(f(x)), the network that is pretrained."""
+    """z = g(f(x)), the network that is pretrained; perhaps with a head that tells quarter turns from f(x)."""
 
-    def __init__(self, encoder: nn.Module, projector: nn.Module) -> None:
+    def __init__(self, encoder: nn.Module, projector: nn.Module, head: nn.Module | None = None) -> None:
         super().__init__()
-        self.encoder, self.projector = encoder, projector
+        self.encoder, self.projector, self.head = encoder, projector, head
         self.passes: tuple[int, ...]
-        self.seen, self.passes = Seen(), (GLOBAL,)
+        self.seen, self.passes, self.turns = Seen(), (GLOBAL,), 0
 
-    def forward(self, x: Tensor, *smaller: Tensor) -> Tensor:
-        """Views of another size are a batch of their own. The encoder sees one batch at a time, the projector all.
+    def forward(self, x: Tensor, *smaller: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """z of the views, and the head's numbers for the turned ones if there are any.
 
+        Views of another size are a batch of their own. The encoder sees one batch at a time, the projector all.
         Running statistics are those of the two global views, because the encoder will be used on whole images.
         """
         features = []
@@ -186,12 +196,19 @@ class Net(nn.Module):
             features.append(self.encoder(views))
         return self.project(features)
 
-    def project(self, features: Sequence[Tensor]) -> Tensor:
-        """z of all views: the two global ones, the local ones, then blends, which come in the first batch."""
-        first, *local = features
-        both = GLOBAL * len(first) // self.passes[0]
-        self.seen.views, self.seen.counted = sum(self.passes), GLOBAL
-        return self.projector(torch.cat((first[:both], *local, first[both:])) if local else first)
+    def project(self, features: Sequence[Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+        """z of all views: the two global ones, the local ones, then blends, which come in the first batch. The last
+        ones of the second batch are turned, and go to the head."""
+        first, *small = features
+        b = len(first) // self.passes[0]
+        turned = small[0][len(small[0]) - self.turns * b :] if self.turns else None
+        local = [h[: len(h) - self.turns * b] for h in small]
+        self.seen.views, self.seen.counted = sum(self.passes) - self.turns, GLOBAL
+        z = self.projector(torch.cat((first[: GLOBAL * b], *local, first[GLOBAL * b :])) if local else first)
+        if turned is None:
+            return z
+        assert self.head is not None
+        return z, self.head(turned)
 
 
 class PerView:
@@ -218,13 +235,13 @@ class PerView:
         return torch.cat(y)
 
 
-def per_view(net: nn.Module, *, passes: tuple[int, ...] = (GLOBAL,)) -> None:
+def per_view(net: nn.Module, *, passes: tuple[int, ...] = (GLOBAL,), turns: int = 0) -> None:
     """Make every BatchNorm of a network normalise the views in a batch separately in training mode. `passes` are the
-    numbers of views in the batches that the network sees in one step."""
+    numbers of views in the batches that the network sees in one step; the last `turns` of them are turned."""
     seen = Seen()
     for module in net.modules():
         if isinstance(module, Net):
-            module.seen, module.passes = seen, passes
+            module.seen, module.passes, module.turns = seen, passes, turns
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             if not isinstance(module, PerView):
                 kind = type(module)
@@ -244,10 +261,12 @@ def make_net(
     norm: bool,
     seed: int,
     local_size: int | None = None,
+    turns: bool = False,
 ) -> Net:
     """Encoder and projector with weights drawn from the seed; the caller's random state does not change.
 
-    An encoder that is given as a module keeps its weights. `local_size` is that of local views, if there are any.
+    An encoder that is given as a module keeps its weights. `local_size` is that of small views, if there are any, and
+    `turns` whether a head tells which way they were turned.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -258,7 +277,8 @@ def make_net(
         if local_size is not None:
             feature_dim(f, channels=channels, size=local_size, flag="--local-size")
         g = make_projector(d_h, width=width, depth=depth, d_z=d_z, norm=norm)
-    return Net(f, g)
+        head = make_head(d_h, width=width) if turns else None
+    return Net(f, g, head)
 
 
 @torch.no_grad()

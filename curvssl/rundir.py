@@ -158,7 +158,8 @@ class Run:
             d_z=c.d_z,
             norm=c.projector_norm,
             seed=c.seed,
-            local_size=c.local_size if c.local_views else None,
+            local_size=c.local_size if c.local_views or c.alpha_turn else None,
+            turns=c.alpha_turn > 0,
         )
 
     def load_net(self, *, encoder: "nn.Module | None" = None) -> "Net":

@@ -14,9 +14,9 @@ from curvssl.train.step import Step, make_optimizer
 BATCH = 64
 
 
-def small_net(encoder: str = "resnet-mini") -> Net:
+def small_net(encoder: str = "resnet-mini", *, turns: bool = False) -> Net:
     shape = {"channels": 3, "size": 16, "width": 32, "depth": 2, "d_z": 16, "norm": True, "seed": 0}
-    return make_net(encoder=encoder, stem="small", **shape)
+    return make_net(encoder=encoder, stem="small", turns=turns, **shape)
 
 
 def make_step(
@@ -30,11 +30,12 @@ def make_step(
     criterion: Any = None,
     local: int = 0,
     alpha_chord: float = 0.0,
+    alpha_turn: float = 0.0,
 ) -> Step:
-    net = (net or small_net()).to(device)
+    net = (net or small_net(turns=alpha_turn > 0)).to(device)
     data = load("digits")
     settings = {"lr": 1e-3, "weight_decay": 1e-4, "momentum": 0.9, "device": device, "mode": mode}
-    views = {"local_views": local, "local_size": 8, "alpha_chord": alpha_chord}
+    views = {"local_views": local, "local_size": 8, "alpha_chord": alpha_chord, "alpha_turn": alpha_turn}
     config = dataclasses.replace(demo(), method=method, d_z=16, **views)
     return loop.make_step(
         mode,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from curvssl.losses import GLOBAL, Loss
+from curvssl.losses import GLOBAL, Loss, Turn
 from curvssl.models import Net
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 KEEP_DAYS = 30  # from the last run with the same source code until its compiled code is deleted
 WARM_STEPS = 3  # real steps taken before a capture: they compile, and they make the optimiser's state
 
-# Embeddings (V · b, d), and t of the blends if there are any → some terms, and their share of the gradient.
+# Embeddings (V · b, d), and t of the blends if there are any → some terms, and their share of the gradient. For `Turn`,
+# the head's numbers instead of embeddings.
 Piece = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
@@ -80,8 +81,8 @@ class FastStep:
 
     def _terms(self, batch: Tensor, u: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         step = self.step
-        z = step.embed(batch, u)
-        terms = step.criterion.terms_of(step.by_view(z), step.views.t(u))  # type: ignore[operator]
+        z, turns = step.embed(batch, u)
+        terms = step.criterion.terms_of(step.by_view(z), step.views.t(u), turns)  # type: ignore[operator]
         return torch.stack(tuple(terms.values())), z
 
     def _take_compiled(self, batch: Tensor, u: Sequence[Tensor]) -> None:
@@ -92,8 +93,8 @@ class FastStep:
             terms, z = self._whole(batch, u)
             loss = step.criterion.weigh(dict(zip(step.names, terms.unbind(), strict=True)))  # type: ignore[operator]
         else:
-            z = self._whole(batch, u)
-            loss, terms = step.judge(z, None)
+            z, _ = self._whole(batch, u)
+            loss, terms = step.judge(z)
         loss.backward()
         step.finish([terms.detach()], [step.weights], z)
 
@@ -194,14 +195,16 @@ class FastStep:
 
         step = self.step
 
+        turned = isinstance(part, Turn)
+
         def terms(z: Tensor, t: Tensor | None) -> Tensor:
-            return part.exactly(step.by_view(z), t)
+            return part.exactly(z, turns=z) if turned else part.exactly(step.by_view(z), t)
 
         plain = self._compiled(terms, split_reductions=False)  # a second launch costs more here than it gains
 
         def piece(z: Tensor, t: Tensor | None) -> tuple[Tensor, Tensor]:
             z = z.detach().requires_grad_()
-            fast = fused.numbers(part, step.by_view(z)[:GLOBAL])
+            fast = None if turned else fused.numbers(part, step.by_view(z)[:GLOBAL])
             values = plain(z, t) if fast is None else fast
             return values.detach(), torch.autograd.grad(values, z, weights)[0]
 
@@ -216,7 +219,7 @@ class FastStep:
         return terms, z.grad
 
     def _embed(self, batch: Tensor, u: Sequence[Tensor], readers: int) -> tuple[Tensor, ...]:
-        return copies_of(self.step.embed(batch, u), readers)
+        return copies_of(*self.step.embed(batch, u), readers)
 
     def _embed_by_hand(self) -> Callable[..., tuple[Tensor, ...]]:
         """`_embed` with the encoder's pass of layers.py, which is not compiled."""
@@ -230,8 +233,8 @@ class FastStep:
 
         def projected(features: list[Tensor], readers: int) -> tuple[Tensor, ...]:
             with torch.autocast(step.device.type, torch.bfloat16, enabled=step.bf16):
-                z = net.project(features)
-            return copies_of(z.to(torch.promote_types(z.dtype, torch.float32)), readers)
+                out = net.project(features)
+            return copies_of(*step.embedded(out), readers)
 
         if len(passes) > 1:  # the gradients of BatchNorm's parameters come from two streams, of which torch would warn
             getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", bool)(False)
@@ -262,9 +265,11 @@ def partial_view(step: "Step", i: int, dtype: torch.dtype) -> Callable[..., Tens
     return make
 
 
-def copies_of(z: Tensor, readers: int) -> tuple[Tensor, ...]:
-    """One copy per reader, so that the compiler adds the readers' gradients in the kernel that uses them next."""
-    return (z, *(z.clone() for _ in range(readers - 1)))
+def copies_of(z: Tensor, turns: Tensor | None, readers: int) -> tuple[Tensor, ...]:
+    """One copy per reader, so that the compiler adds the readers' gradients in the kernel that uses them next; for the
+    last reader the head's numbers, if there are any."""
+    last = () if turns is None else (turns,)
+    return (z, *(z.clone() for _ in range(readers - 1 - len(last))), *last)
 
 
 def plain_state(criterion: Any) -> dict[str, Any]:

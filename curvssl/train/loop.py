@@ -31,7 +31,7 @@ from curvssl.data.order import batches, hold_out, mix
 from curvssl.data.own import own_images
 from curvssl.data.views import Augment, Views
 from curvssl.files import lock, write_json
-from curvssl.losses import WithChord
+from curvssl.losses import TURNS, Chord, Loss, Sum, Turn
 from curvssl.methods import METHODS, OWN
 from curvssl.models import full_precision
 from curvssl.rundir import Run, provenance
@@ -296,9 +296,11 @@ def steps_behind(device: torch.device) -> int:
 
 
 def make_criterion(config: PretrainConfig) -> nn.Module:
-    """The loss of the configured method, with its settings."""
-    loss = METHODS[config.method].make(**config.loss_settings())
-    return WithChord(loss, alpha_chord=config.alpha_chord) if config.alpha_chord else loss
+    """The loss of the configured method, with its settings, and the terms that are added to it."""
+    loss: Loss = METHODS[config.method].make(**config.loss_settings())
+    added: list[tuple[float, Loss]] = [(config.alpha_chord, Chord()), (config.alpha_turn, Turn())]
+    added = [(weight, term) for weight, term in added if weight]
+    return Sum(loss, *added) if added else loss
 
 
 def make_views(config: PretrainConfig, data: Dataset) -> Views:
@@ -307,12 +309,14 @@ def make_views(config: PretrainConfig, data: Dataset) -> Views:
     def made(size: int, settings: AugmentConfig) -> Augment:
         return Augment(size=size, mean=data.mean, std=data.std, **vars(settings))
 
-    second, local = config.second_augment(), config.local_augment()
+    second, local, turned = config.second_augment(), config.local_augment(), config.turned_augment()
     return Views(
         made(config.image_size, config.augment),
         second=made(config.image_size, second) if second != config.augment else None,
         local=made(config.local_size, local) if config.local_views else None,
         n=config.local_views,
+        turned=made(config.local_size, turned) if config.alpha_turn else None,
+        turns=TURNS if config.alpha_turn else 0,
         blends=config.alpha_chord > 0,
     )
 

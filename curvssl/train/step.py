@@ -37,7 +37,7 @@ class Step:
         bf16: bool,
     ) -> None:
         # All views of a size go through in one batch, but BatchNorm uses one view at a time, as in the paper.
-        per_view(net, passes=views.passes)
+        per_view(net, passes=views.passes, turns=views.turns)
         self.net, self.criterion, self.views, self.optimizer = net, criterion, views, optimizer
         self.images, self.device, self.bf16 = images, device, bf16
         self.mode = "eager"
@@ -71,23 +71,23 @@ class Step:
     def plainly(self, batch: Tensor, u: Sequence[Tensor]) -> None:
         """The step in plain torch."""
         self.optimizer.zero_grad()
-        z = self.embed(batch, u)
-        loss, terms = self.judge(z, self.views.t(u))
+        z, turns = self.embed(batch, u)
+        loss, terms = self.judge(z, self.views.t(u), turns)
         loss.backward()
         self.finish([terms], [self.weights], z)
 
-    def judge(self, z: Tensor, t: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The loss to differentiate, and its terms to log, of all views (V · b, d)."""
+    def judge(self, z: Tensor, t: Tensor | None = None, turns: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The loss to differentiate, and its terms to log, from what `embed` returns."""
         z = self.by_view(z)
         if isinstance(self.criterion, Loss):
-            terms = self.criterion.terms_of(z, t)
+            terms = self.criterion.terms_of(z, t, turns)
             return self.criterion.weigh(terms), torch.stack(tuple(terms.values())).detach()
         loss = over_pairs(torch.stack([self._own(z[g], z[v]) for g, v in pairs(len(z))])[None])
         return loss.squeeze(0), loss.detach()
 
     def by_view(self, z: Tensor) -> Tensor:
         """(V · b, d) → (V, b, d)."""
-        return z.unflatten(0, (sum(self.views.passes), -1))
+        return z.unflatten(0, (self.views.embedded, -1))
 
     def _own(self, z0: Tensor, z1: Tensor) -> Tensor:
         """The user's own criterion."""
@@ -108,7 +108,7 @@ class Step:
 
     def keep(self, terms: Sequence[Tensor], weights: Sequence[Tensor], z: Tensor) -> None:
         """Add the terms, in one or more pieces, to the sums, all in one launch."""
-        self.z = z.detach()[: GLOBAL * len(z) // sum(self.views.passes)]
+        self.z = z.detach()[: GLOBAL * len(z) // self.views.embedded]
         if self.sums.dtype != terms[0].dtype:  # float64, in tests
             self.sums, weights = self.sums.to(terms[0].dtype), [weight.to(terms[0].dtype) for weight in weights]
         sizes = [len(term) for term in terms]
@@ -116,12 +116,17 @@ class Step:
         places = [place for row in self.sums for place in row.split(sizes)]
         torch._foreach_addcmul_(places, [*terms, *terms], [*ones, *weights])
 
-    def embed(self, batch: Tensor, u: Sequence[Tensor]) -> Tensor:
+    def embed(self, batch: Tensor, u: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The embeddings of all views, one below the other: (V · b, d), at least in float32. The first two are global,
-        then come local ones, then blends."""
+        then come local ones, then blends. And the head's numbers for turned views, (turns, b, 4), if there are any."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            z = self.net(*self.see(batch, u))
-        return z.to(torch.promote_types(z.dtype, torch.float32))
+            return self.embedded(self.net(*self.see(batch, u)))
+
+    def embedded(self, out: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """What `embed` returns, from what the network returns."""
+        z, turns = out if isinstance(out, tuple) else (out, None)
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        return z, None if turns is None else turns.unflatten(0, (self.views.turns, -1))
 
     def see(self, batch: Tensor, u: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The views of a batch of images, one tensor for each size."""

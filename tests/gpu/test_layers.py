@@ -137,7 +137,7 @@ def compare_embedding() -> None:
     rows, u = torch.arange(6), draw(plain, 6)
     fast = FastStep(quick, "captured")
     fast._compiled = lambda function, **_: function  # type: ignore[method-assign]
-    pairs = copies_of(plain.embed(rows, u), 2), fast._embed_by_hand()(rows, u, 2)
+    pairs = copies_of(*plain.embed(rows, u), 2), fast._embed_by_hand()(rows, u, 2)
     for copies in pairs:
         torch.autograd.backward(copies, [torch.ones_like(copies[0]), copies[1].detach()])
     for mine, theirs in zip(*pairs, strict=True):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from curvssl import BarlowTwinsLoss, Curvature, CurvSSLLoss, KernelCurvSSLLoss, VICRegLoss
 from curvssl import ranks as distributed
-from curvssl.losses import WithChord
+from curvssl.losses import Chord, Sum
 
 IMAGES, FEATURES, EMBEDDING = 24, 6, 4  # 24 images: 12 for each of 2 ranks, 8 for each of 3
 LOSSES: dict[str, nn.Module] = {
@@ -29,7 +29,7 @@ LOSSES: dict[str, nn.Module] = {
 MANY: dict[str, nn.Module] = {  # over all views
     "barlow over views": BarlowTwinsLoss(lambda_emb=0.3),
     "vicreg over views": VICRegLoss(),
-    "curvssl with the chord": WithChord(CurvSSLLoss(k=9), alpha_chord=2.0),
+    "curvssl with the chord": Sum(CurvSSLLoss(k=9), (2.0, Chord())),
 }
 Outcome = dict[str, Any]
 

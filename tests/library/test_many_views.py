@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import curvssl
 from curvssl import BarlowTwinsLoss, Chord, Curvature, CurvSSLLoss, KernelCurvSSLLoss, VICRegLoss
-from curvssl.losses import Loss, WithChord, pairs, partners, standardise
+from curvssl.losses import Loss, Sum, Turn, pairs, partners, standardise
 
 
 def views(n: int, b: int = 12, d: int = 4) -> Tensor:
@@ -133,12 +133,17 @@ def test_a_blend_is_the_weighted_mean_of_two_images() -> None:
 
 def test_a_loss_with_the_chord_is_the_sum_of_both() -> None:
     z, t = views(2), torch.linspace(0, 1, 12, dtype=torch.float64)
-    loss = WithChord(CurvSSLLoss(k=3), alpha_chord=7.0)
+    loss = Sum(CurvSSLLoss(k=3), (7.0, Chord()))
     terms = loss.terms_of(z, t)  # the last view are the blends
     expected = CurvSSLLoss(k=3)(*z[:3]) + 7 * Chord()(z[0], z[3], t)
     torch.testing.assert_close(loss.weigh(terms), expected)
     with pytest.raises(ValueError, match="the chord needs the embeddings of blends"):
         loss(*z)
+
+
+def test_turns_without_a_head_are_refused() -> None:
+    with pytest.raises(ValueError, match="the turns need a head's numbers"):
+        Sum(BarlowTwinsLoss(), (1.0, Turn()))(*views(0))
 
 
 @pytest.mark.parametrize("shapes", [((4, 3), (4, 2), (4,)), ((4, 3), (4, 3), (4, 1)), ((4,), (4,), (4,))])

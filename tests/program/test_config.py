@@ -172,6 +172,7 @@ def test_other_views_have_the_colours_of_the_first_unless_told_otherwise():
         ({"alpha_chord": -1.0}, "alpha_chord=-1.0 needs to be 0 or more"),
         ({"alpha_chord": 1.0, "batch_size": 255}, "batch_size=255 has no pairs to blend for alpha_chord"),
         ({"alpha_chord": 1.0, "method": "own"}, "an own criterion sees no blends"),
+        ({"alpha_turn": 1.0, "method": "own"}, "an own criterion sees no turned views"),
     ],
 )
 def test_views_that_make_no_sense_are_refused(changes: dict[str, Any], words: str):

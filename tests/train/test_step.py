@@ -93,6 +93,36 @@ def test_a_step_of_many_views_is_the_double_loop_over_pairs_of_single_passes():
     torch.testing.assert_close(step.z, torch.cat((z0, z1)).detach(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("local", [0, 2])
+def test_a_head_reads_the_features_of_views_that_are_turned_by_quarters(local: int):
+    """Image i in view j is turned by i + j quarters. The other terms see nothing of these views."""
+    step = make_step("barlow-twins", "eager", torch.device("cpu"), local=local, alpha_turn=5.0)
+    without = make_step("barlow-twins", "eager", torch.device("cpu"), local=local)
+    oracle = small_net(turns=True)
+    rows, u = torch.arange(BATCH), draw(step, BATCH)
+    images = load("digits").train.images.pixels[rows]
+    upright = [step.views.makers[-1](images, numbers) for numbers in u[-1]]
+    seen = step.views(images, u)[1].split(BATCH)[local:]
+    step(rows, u, 1e-3)
+    without(rows, u[:-1], 1e-3)
+    wrong, right = [], 0
+    for j, (before, after) in enumerate(zip(upright, seen, strict=True)):
+        turned = torch.stack([torch.rot90(image, i + j, (1, 2)) for i, image in enumerate(before)])
+        torch.testing.assert_close(after, turned)
+        logits = oracle.head(oracle.encoder(turned))
+        answers = (torch.arange(BATCH) + j) % 4
+        wrong.append(nn.functional.cross_entropy(logits, answers))
+        right += int((logits.argmax(1) == answers).sum())
+    means = step.means()
+    assert means["turn"] == pytest.approx(torch.stack(wrong).mean().item(), rel=1e-4)
+    assert means["turn_accuracy"] == pytest.approx(right / (4 * BATCH), abs=0.02)
+    assert means["loss"] == pytest.approx(without.means()["loss"] + 5 * means["turn"], rel=1e-5)
+    (5 * torch.stack(wrong).mean()).backward()
+    for ours, theirs in zip(step.net.head.parameters(), oracle.head.parameters(), strict=True):
+        assert float((ours.grad - theirs.grad).norm()) < 1e-2 * float(theirs.grad.norm()) + 1e-4
+    torch.testing.assert_close(step.z, without.z)
+
+
 def test_an_own_criterion_is_averaged_over_the_same_pairs():
     class Distance(nn.Module):
         def forward(self, z0: torch.Tensor, z1: torch.Tensor) -> torch.Tensor:
@@ -100,7 +130,7 @@ def test_an_own_criterion_is_averaged_over_the_same_pairs():
 
     step = make_step("own", "eager", torch.device("cpu"), criterion=Distance(), local=1)
     rows, u = torch.arange(BATCH), draw(step, BATCH)
-    z0, z1, local = step.embed(rows, u).detach().chunk(3)
+    z0, z1, local = step.embed(rows, u)[0].detach().chunk(3)
     both, *apart = (float((a - b).square().mean()) for a, b in ((z0, z1), (z0, local), (z1, local)))
     step(rows, u, 1e-3)
     assert step.means()["loss"] == pytest.approx((both + sum(apart) / 2) / 2, rel=1e-5)
