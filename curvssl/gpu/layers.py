@@ -59,9 +59,8 @@ def encode(net: Any, *batches: Batch, passes: tuple[int, ...] = (GLOBAL,), dtype
     models.Net."""
     weights = _low_weights(net, dtype, passes=len(passes))
     first, *others = batches
-    # With a large stem small kernels leave much of a GPU idle: there, other batches go through beside the first one, in
-    # the backward pass as well. Large kernels would only take each other's place in the cache.
-    third = stream(THIRD) if others and net.conv1.weight.is_cuda and net.conv1.stride != (1, 1) else None
+    # Small kernels leave much of a GPU idle, so other batches go through beside the first one, in the backward pass too.
+    third = stream(THIRD) if others and net.conv1.weight.is_cuda else None
     if third is not None:
         for low, _ in weights.values():
             low.record_stream(third)
