@@ -200,22 +200,101 @@ def gpu_rest() -> str:
     return markdown(("", "measured"), rows, "gpu.json", "the augmentation: gpu-5932e1d.json")
 
 
+VIEW_RUNS = {"595dc09": "gpu-views-595dc09.json", "5d87ffb": "gpu-views-5d87ffb.json", "5d73699": "gpu-views.json"}
+
+
 def gpu_views() -> str:
-    """Steps with more views next to the step with two, and lightly's loop with the same views."""
-    measured = read("gpu-views.json")
-    peers = {(r["stem"], r["local_views"]): r["ms"] for r in measured["view_peers"]}
+    """Steps with more views next to the step with two, and lightly's loop with the same views, in one run each."""
+    rows = []
+    for commit, file in VIEW_RUNS.items():
+        measured = read(file)
+        peers = {(r["stem"], r["local_views"]): r["ms"] for r in measured.get("view_peers", ())}
+        for stem in STEMS:
+            steps = [r for r in measured["views"] if r["stem"] == stem]
+            for r in steps:
+                ratio = median(x / y for x, y in zip(r["rounds"], steps[0]["rounds"], strict=True))
+                peer = None if r.get("alpha_chord") else peers.get((stem, r.get("local_views", 0)))
+                lightly = f"{peer:.0f} ms, {peer / r['ms']:.0f}×" if peer else ""
+                times = [f"{r['ms']:.2f} ms", f"{ratio:.2f}", lightly, f"{r['peak_GB']:.1f} GB"]
+                rows.append([commit, STEMS[stem], r["name"], *times])
+    header = ("commit", "stem", "views", "CurvSSL, ours", "of two views", "Barlow Twins, lightly", "memory")
+    return markdown(header, rows, "gpu-views*.json", "NVIDIA H200, torch 2.11.0, one host a run")
+
+
+def view_floors() -> str:
+    """The convolutions alone, with and without local views."""
+    measured = read("gpu-views-5d87ffb.json")
     rows = []
     for stem in STEMS:
-        steps = [r for r in measured["views"] if r["stem"] == stem]
-        for r in steps:
-            ratio = median(x / y for x, y in zip(r["rounds"], steps[0]["rounds"], strict=True))
-            peer = None if r.get("alpha_chord") else peers.get((stem, r.get("local_views", 0)))
-            lightly = f"{peer:.0f} ms, {peer / r['ms']:.0f}×" if peer else ""
-            rows.append(
-                [STEMS[stem], r["name"], f"{r['ms']:.2f} ms", f"{ratio:.2f}", lightly, f"{r['peak_GB']:.1f} GB"]
-            )
-    header = ("stem", "views", "CurvSSL, ours", "of two views", "Barlow Twins, lightly", "memory")
-    return markdown(header, rows, "gpu-views.json")
+        two, four = (r for r in measured["floors"] if r["stem"] == stem)
+        for name, key in (("convolutions alone", "convolutions_ms"), ("BatchNorm, ReLU, residuals as copies", "norm_ms")):
+            rows.append([STEMS[stem], name, f"{two[key]:.2f} ms", f"{four[key]:.2f} ms", f"{four[key] / two[key]:.2f}"])
+    return markdown(("stem", "", "two views", "two and four", "ratio"), rows, "gpu-views-5d87ffb.json")
+
+
+def view_orders() -> str:
+    """Where the local views' pass goes."""
+    noted = read("views-notes.json")["orders"]
+    names = {"beside": "beside the global ones", "before": "before them", "after": "after them"}
+    rows = []
+    for stem, ms in noted["ms"].items():
+        current = {"current": "before" if stem == "small" else "beside"}
+        found = {current.get(name, name): value for name, value in ms.items()}
+        rows.append([STEMS[stem], *(f"{found[name]:.2f} ms, {found[name] / ms['two']:.2f}" for name in names)])
+    where = f"NVIDIA H200, torch 2.11.0, commit {noted['commit']}"
+    return markdown(("stem", *(f"local views {name}" for name in names.values())), rows, "views-notes.json", where)
+
+
+def step_times() -> dict[tuple[int, bool], float]:
+    """Milliseconds of a 3×3-stem step by (local views, with blends), each of the newest run that has it."""
+    found = {}
+    for file in VIEW_RUNS.values():
+        for r in read(file)["views"]:
+            if r["stem"] == "small":
+                found[r.get("local_views", 0), bool(r.get("alpha_chord"))] = r["ms"]
+    return found
+
+
+def cells_of(study: str) -> dict[str, Any]:
+    return {file.stem: json.loads(file.read_text()) for file in sorted((HERE / study).glob("*.json"))}
+
+
+def view_study() -> str:
+    """What local views and the chord bring, at equal epochs and at equal GPU time."""
+    ms, groups = step_times(), {}
+    for cell in cells_of("views").values():
+        config = cell["config"]
+        groups.setdefault((config["alpha_chord"], config["local_views"], config["epochs"]), []).append(cell)
+    rows = []
+    for (alpha, n, epochs), members in sorted(groups.items(), key=lambda item: (item[0][0], -item[0][2], item[0][1])):
+        name = ("two" if not n else f"two and {n}") + (f", chord {alpha:g}" if alpha else "")
+        time = ms.get((n, alpha > 0), float("nan")) / ms[0, False] * epochs / 40
+        probes = [" / ".join(f"{m['probes'][probe]['mean']:.1f}" for m in members) for probe in ("linear", "knn")]
+        rows.append([name, str(epochs), f"{time:.2f}", *probes])
+    where = "NVIDIA H200, torch 2.11.0; a cell for each seed; GPU time from the steps of results/gpu-views*.json"
+    return markdown(("views", "epochs", "GPU time", "linear, seeds 0 / 1", "kNN"), rows, "views/", where)
+
+
+STRONG = {  # what a cell of the study changes, in words
+    "lars": "LARS, rate 0.03, decay 1e-3, for Adam",
+    "local.1-.4": "local crops 0.1 to 0.4 for 0.05 to 0.25",
+    "turn400": "turns, weight 400, four more small views",
+    "turn400-local0": "the same without local views",
+}
+
+
+def strong_screening() -> str:
+    """Changes to Barlow Twins with two and four views, one at a time."""
+    base = cells_of("views")["cifar10-barlow-twins-local4-40-seed0"]
+    cells = {"as in the study of views, Adam": base}
+    cells |= {STRONG[name.removeprefix("cifar10-")]: cell for name, cell in cells_of("strong").items()}
+    rows = []
+    for what, cell in cells.items():
+        values = {probe: cell["probes"][probe]["mean"] for probe in ("linear", "knn")}
+        gains = [f"{value:.1f} ({value - base['probes'][probe]['mean']:+.1f})" for probe, value in values.items()]
+        rows.append([what, *(gains if cell is not base else [f"{value:.1f}" for value in values.values()])])
+    where = "NVIDIA H200, torch 2.11.0, 40 epochs, one seed, held-out training images"
+    return markdown(("two and four views, with", "linear", "kNN"), rows, "strong/", where)
 
 
 def view_pairs() -> str:
@@ -663,6 +742,10 @@ MADE = (
     gpu_hosts,
     backbones,
     gpu_views,
+    view_floors,
+    view_orders,
+    view_study,
+    strong_screening,
     view_pairs,
     gpu_command,
     gpu_features,
