@@ -224,10 +224,11 @@ def gpu_views() -> str:
 def view_floors() -> str:
     """The convolutions alone, with and without local views."""
     measured = read("gpu-views-5d87ffb.json")
+    names = {"convolutions_ms": "convolutions alone", "norm_ms": "BatchNorm, ReLU, residuals as copies"}
     rows = []
     for stem in STEMS:
         two, four = (r for r in measured["floors"] if r["stem"] == stem)
-        for name, key in (("convolutions alone", "convolutions_ms"), ("BatchNorm, ReLU, residuals as copies", "norm_ms")):
+        for key, name in names.items():
             rows.append([STEMS[stem], name, f"{two[key]:.2f} ms", f"{four[key]:.2f} ms", f"{four[key] / two[key]:.2f}"])
     return markdown(("stem", "", "two views", "two and four", "ratio"), rows, "gpu-views-5d87ffb.json")
 
