@@ -8,6 +8,7 @@ v sets at once (the two views of a batch) and the points of all ranks.
 
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from curvssl.kernels import (
     kernel_width,
     product,
     rescaling,
+    rescaling_with_gradient,
     resolve,
     scale_free,
     squared_distances,
@@ -38,8 +40,8 @@ def nearest_neighbors(x: Tensor, *, k: int = 10) -> Tensor:
 
     A point is not its own neighbour, by its index: two equal points are neighbours of each other. Each block of rows
     is ranked by one matrix product, so memory grows as n. That product loses digits where points are close to each
-    other and far from the centre. So it only selects candidates, and their exact distances decide. On CPU a row that may
-    have missed a neighbour is searched again in float64 and, if that is not sure either, without the product.
+    other and far from the centre. So it only selects candidates, and their exact distances decide. On CPU, a row that
+    may have missed a neighbour is searched again in float64 and, if that is not sure either, without the product.
     """
     x = _points(x, k=k, least=1).detach()
     everyone = torch.arange(len(x), device=x.device)
@@ -63,8 +65,8 @@ def curvature(x: Tensor, *, k: int = 10, neighbors: Tensor | None = None) -> Ten
         c_i = Σ_{a<b} ⟨u_ia, u_ib⟩,   u_ia = (x_a − x_i) / ‖x_a − x_i‖
 
     Edges that cancel each other give −k/2; parallel edges give k(k−1)/2. An edge to an equal point is zero and
-    contributes nothing; so does one shorter than 2e-34 in float32, whose gradient would overflow. With `neighbors`
-    (n, k) no search is made.
+    contributes nothing. So does one shorter than 2e-34 in float32: its gradient would overflow. With `neighbors` (n, k)
+    no search is made.
     """
     x = _points(x, k=k, neighbors=neighbors)
     if neighbors is None:
@@ -87,14 +89,15 @@ def kernel_curvature(
     `kernel` is a name or a function of curvssl.kernels (rbf, laplacian, linear, polynomial, cosine), a `Kernel`, or a
     callable (a, b) → Gram matrix over batches of rows. `gamma` is a number, "median", "scale" or "auto" (see
     `kernel_width`). The linear kernel gives the same as `curvature`. On CPU all is computed in float64: the distances
-    come from a matrix product, which in float32 loses those below a thousandth of the largest.
+    come from a matrix product, which in float32 loses those below a thousandth of the largest. Points that are all
+    within 2e-34 of zero in float32 count as equal, if γ is taken from them: the gradient would overflow.
     """
     chosen = resolve(kernel)
     given = _points(x, k=k, neighbors=neighbors, edges=False)
     with torch.autocast(given.device.type, enabled=False):
         x = given[None].to(torch.float64 if given.device.type == "cpu" else given.dtype)
         if scale_free(chosen, gamma):
-            x = x * rescaling(x, (1, 2))
+            x = x * rescaling_with_gradient(given[None], (1, 2))
         width = kernel_width(x, kernel=chosen, gamma=gamma)
         if neighbors is None and chosen.distance is squared_distances:
             neighbors = nearest_neighbors(x[0], k=k)
@@ -129,7 +132,7 @@ def angular_defect(vertices: Tensor, faces: Sequence[Sequence[int]] | Tensor) ->
     vertices = _points(vertices)
     defect = torch.full_like(vertices[:, 0], 2 * torch.pi)
     by_length: dict[int, list[list[int]]] = {}
-    for face in faces.tolist() if isinstance(faces, Tensor) else faces:
+    for face in _lists(faces):
         if len(face) < 3:
             raise ValueError(f"face {list(face)} has {len(face)} vertices: a polygon needs 3 or more")
         if not 0 <= min(face) <= max(face) < len(vertices):
@@ -143,6 +146,15 @@ def angular_defect(vertices: Tensor, faces: Sequence[Sequence[int]] | Tensor) ->
         angles = 2 * torch.atan2((to_next - to_last).norm(dim=-1), (to_next + to_last).norm(dim=-1))
         defect = defect.index_add(0, corners.flatten(), -angles.flatten())
     return defect
+
+
+def _lists(faces: Any) -> Iterator[list[int]]:
+    """Each face as a list of row numbers."""
+    try:
+        for face in faces.tolist() if isinstance(faces, Tensor | np.ndarray) else faces:
+            yield [index(vertex) for vertex in face]
+    except TypeError as error:
+        raise ValueError(f"faces are not lists of vertex numbers ({error}): needed [[0, 1, 2], …]") from error
 
 
 # ---- v sets of points at once; the b queries are rows first, first+1, … of the n points; first=None: other points ----
@@ -259,7 +271,7 @@ def _search(
     """
     n, d = x.shape
     scale = rescaling(x, (0, 1))
-    points = (x * scale).to(dtype)
+    points = x.to(dtype) * scale.to(dtype)
     if rank is _euclidean:
         # Most points are near the median, so the norms that cancel are small; one outlier would move the mean far away.
         points = points - points.median(0).values
@@ -336,7 +348,7 @@ def _points(x: Any, *, k: int | None = None, least: int = 2, neighbors: Any = No
     elif k is not None:
         check_k(k, n=len(x), least=least)
     exact = torch.float32 if x.is_floating_point() or x.device.type == "mps" else torch.float64
-    x = x.to(torch.promote_types(x.dtype, exact))
+    x = x.to(torch.promote_types(x.dtype, exact)).contiguous()  # ties are broken the same way in every memory layout
     if readable(x) and x.numel():
         low, high = x.detach().aminmax()
         if not (low.isfinite() and high.isfinite()):

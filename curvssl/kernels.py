@@ -94,14 +94,16 @@ def unit(x: Tensor) -> Tensor:
 
 
 def directions(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x / ‖x‖ over the last dimension, and whether each vector has a direction, (…, d) → (…, d), (…, 1).
+    """x / ‖x‖ over the last dimension, and whether each vector has a direction, (…, d) → (…, d), (…, 1)."""
+    scale = rescaling_with_gradient(x, -1)
+    x = x * scale
+    return x * inverse_root(x.square().sum(-1, keepdim=True)), scale > 0
 
-    A vector shorter than 2e-34 in float32 counts as zero: the gradient contains 1/‖x‖ and would overflow.
-    """
-    scale = rescaling(x, -1)
-    exists = scale < 2**-14 / torch.finfo(x.dtype).tiny
-    x = x * torch.where(exists, scale, 0)
-    return x * inverse_root(x.square().sum(-1, keepdim=True)), exists
+
+def rescaling_with_gradient(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """`rescaling`, or 0 if the largest |x| is below 2e-34 in float32: a gradient over lengths so small overflows."""
+    scale = rescaling(x, dim)
+    return torch.where(scale < 2**-14 / torch.finfo(x.dtype).tiny, scale, 0)
 
 
 def inverse_root(square: Tensor) -> Tensor:
@@ -196,8 +198,12 @@ def resolve(kernel: AnyKernel) -> Kernel:
 
 
 def scale_free(kernel: Kernel, gamma: float | str) -> bool:
-    """Whether the curvature stays the same if all points are multiplied by a number, because γ follows them."""
-    return gamma in ("median", "scale") and kernel in KERNELS.values()
+    """Whether the curvature stays the same if all points are multiplied by a number: γ follows them or has no part."""
+    if kernel not in KERNELS.values():
+        return False
+    if gamma == "scale" and kernel.gram is laplacian:
+        return False  # this γ is one over a square
+    return gamma in ("median", "scale") or kernel.gram in (linear, cosine)
 
 
 def check_gamma(gamma: float | str) -> None:

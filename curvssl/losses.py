@@ -19,7 +19,16 @@ from torch import Tensor, nn
 
 from curvssl.collectives import gather, rank, total, world_size
 from curvssl.geometry import check_k, kernel_neighbors, kernel_scores, neighbors_of, readable, scores
-from curvssl.kernels import AnyKernel, check_gamma, kernel_width, product, rescaling, resolve, scale_free
+from curvssl.kernels import (
+    AnyKernel,
+    check_gamma,
+    kernel_width,
+    product,
+    rescaling,
+    rescaling_with_gradient,
+    resolve,
+    scale_free,
+)
 
 GLOBAL = 2  # the first views are global, the others local
 
@@ -59,7 +68,7 @@ class Loss(nn.Module):
         """The named numbers of the loss, without their weights, and those that are only logged."""
         check_views(z0, z1, *local)
         shapes = [tuple(z.shape) for z in (z0, z1, *local)]
-        if len(shapes[0]) != 2 or len({*shapes}) > 1:
+        if len(shapes[0]) != 2 or len({*shapes}) > 1 or not shapes[0][1]:
             raise ValueError(
                 f"expected views of one shape (b, d), got {' and '.join(map(str, shapes))}: "
                 "row i of all must come from image i"
@@ -82,7 +91,7 @@ class Loss(nn.Module):
             raise ValueError("a batch of 1 has no statistics: use 2 or more images")
         with torch.autocast(z.device.type, enabled=False):
             z = z.to(torch.promote_types(z.dtype, torch.float32))
-            return self.over_views(z, None, None) if t is None else self.over_views(z[:-1], z[-1], t)
+            return self.over_views(z, None, None) if t is None else self.over_views(z[:-1], z[-1], t.to(z.dtype))
 
     def weigh(self, terms: Mapping[str, Any]) -> Any:
         """The loss from its named numbers."""
@@ -180,7 +189,7 @@ class Curvature(Loss):
         if self.kernel is None:
             return scores(z, everyone, neighbors=neighbors_of(z, everyone, k=self.k, first=first))
         if scale_free(self.kernel, self.gamma):
-            scale = rescaling(everyone, (1, 2))
+            scale = rescaling_with_gradient(everyone, (1, 2))
             z, everyone = z * scale, everyone * scale
         width = kernel_width(everyone, kernel=self.kernel, gamma=self.gamma)
         neighbors = kernel_neighbors(z, everyone, k=self.k, kernel=self.kernel, width=width, first=first)
@@ -208,7 +217,7 @@ class Chord(Loss):
 
     def forward(self, z: Tensor, blended: Tensor, t: Tensor) -> Tensor:  # type: ignore[override]
         check_views(z, blended, t)
-        if z.ndim != 2 or z.shape != blended.shape or t.shape != z.shape[:1]:
+        if z.ndim != 2 or z.shape != blended.shape or t.shape != z.shape[:1] or not z.shape[1]:
             raise ValueError(
                 f"expected z and blended (b, d) and t (b,), got {tuple(z.shape)}, {tuple(blended.shape)} and "
                 f"{tuple(t.shape)}: row i of blended must be the blend of image i and its partner"
@@ -248,6 +257,10 @@ def partners(x: Tensor) -> Tensor:
 
 def blend(x: Tensor, t: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Blends t_i x_i + (1 − t_i) x_j of each image (b, …) and its partner j, and t (b,), by default uniform."""
+    check_views(x, *[t] * (t is not None))
+    if not x.ndim or (t is not None and t.shape != x.shape[:1]):
+        shape = None if t is None else tuple(t.shape)
+        raise ValueError(f"images have shape {tuple(x.shape)} and t {shape}: needed (b, …) and (b,)")
     t = torch.rand(len(x), device=x.device, dtype=x.dtype) if t is None else t
     share = t.view(-1, *[1] * (x.ndim - 1))
     return share * x + (1 - share) * partners(x), t
@@ -354,12 +367,12 @@ def standardise(z: Tensor, *, eps: float) -> Tensor:
 
 
 def check_views(*views: Any) -> None:
-    """Raise ValueError if one is no dense tensor of real numbers on which a loss has a gradient."""
+    """Raise ValueError if one is no dense tensor of floating-point numbers."""
     for z in views:
         if not isinstance(z, Tensor):
-            raise ValueError(f"embeddings are of type {type(z).__name__}: needed a tensor")
+            raise ValueError(f"got a {type(z).__name__}: needed a tensor")
         if not z.is_floating_point() or z.layout != torch.strided:
-            raise ValueError(f"embeddings are {z.dtype}, {z.layout}: needed floating-point numbers in a dense tensor")
+            raise ValueError(f"got a tensor of {z.dtype}, {z.layout}: needed floating-point numbers in a dense tensor")
 
 
 def checked(loss: Tensor, *views: Tensor) -> Tensor:
@@ -367,7 +380,7 @@ def checked(loss: Tensor, *views: Tensor) -> Tensor:
     if world_size() == 1 and readable(loss) and not loss.isfinite() and all(bool(z.isfinite().all()) for z in views):
         largest = max(float(z.detach().abs().max()) for z in views)
         raise ValueError(
-            f"the loss of embeddings up to {largest:.3g} does not fit into {loss.dtype}: scale them down, or use float64"
+            f"the loss of embeddings up to {largest:.3g} does not fit into {loss.dtype}: scale them down or use float64"
         )
     return loss
 

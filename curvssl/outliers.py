@@ -1,6 +1,7 @@
 """Curvature as a scikit-learn outlier detector: a point is an outlier if all its neighbours lie on one side."""
 
 import warnings
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any, Self
 
@@ -53,8 +54,8 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
     Distances mix the features: bring these to a common scale first, with `StandardScaler` for instance. Place and scale
     of the whole table do not matter: inside, the median of each feature is 0, and the median of all deviations from it,
     zeros apart, about 1. A point more than 1e140 of these away counts as that far, and with a kernel one more than 1e6.
-    Kernels for which place or scale do matter (cosine, polynomial, your own, or a number for gamma) get the rows as they
-    are.
+    Kernels for which place or scale do matter (cosine, polynomial, your own, or a number for gamma) get the rows as
+    they are.
 
     The neighbours of a new point are sought among the training points. A row that equals a training point counts as
     that point, and one such duplicate is left out of its neighbours. So `score_samples(X_train)` equals `scores_`, and
@@ -105,8 +106,7 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
     def fit(self, X: ArrayLike, y: Any = None) -> Self:
         """Store the points, score each one among the others, and set the threshold; `y` is ignored."""
         self._check_parameters()
-        points = validate_data(self, X, dtype=np.float64, ensure_min_samples=3)  # 3: each needs two neighbours
-        points = np.ascontiguousarray(points)  # torch takes no negative strides, as of X[::-1]
+        points = self._rows(X, ensure_min_samples=3)  # 3: each needs two neighbours
         self.n_neighbors_ = self._neighbors(len(points))
         self._place = {row.tobytes(): i for i, row in enumerate(points + 0.0)}  # + 0.0: −0 equals 0
         kernel = None if self.kernel is None else resolve(self.kernel)
@@ -136,7 +136,7 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
     def score_samples(self, X: ArrayLike) -> NDArray[np.float64]:
         """How normal each row is among the training points, (n_samples,): higher is more normal."""
         check_is_fitted(self)
-        return self._score(np.ascontiguousarray(validate_data(self, X, dtype=np.float64, reset=False)))
+        return self._score(self._rows(X, reset=False))
 
     def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:
         """`score_samples` − `offset_`: negative for outliers."""
@@ -145,6 +145,12 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
     def predict(self, X: ArrayLike) -> NDArray[np.int64]:
         """1 for inliers, −1 for outliers."""
         return np.where(self.decision_function(X) < 0, -1, 1)
+
+    def _rows(self, X: Any, **checks: Any) -> NDArray[np.float64]:
+        """X as an array that torch takes, which knows no negative strides, as of X[::-1]."""
+        if X is None or isinstance(X, str | dict):
+            raise ValueError(f"X is of type {type(X).__name__}: needed an array of numbers, (n_samples, n_features)")
+        return np.ascontiguousarray(validate_data(self, X, dtype=np.float64, **checks))
 
     def _neighbors(self, n: int) -> Any:
         if self.n_neighbors == "auto":
@@ -191,27 +197,14 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
 
     def _spread(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
         """s_k of each row for each size of its neighbourhood, (m, d) → (m, sizes)."""
-        sizes = np.array(self.n_neighbors_)
-        points, found = self._points, np.empty((len(rows), len(sizes)))
-        norms, slack = np.square(points).sum(1), (points.shape[1] + 4) * np.finfo(np.float64).eps
+        found = []
         for start in range(0, len(rows), BLOCK):
-            block = slice(start, start + BLOCK)
-            x = self._comparable(rows[block])
-            square = squared_distances(torch.from_numpy(x), torch.from_numpy(points)).numpy()
-            square[square <= slack * (np.square(x).sum(1)[:, None] + norms)] = 0  # twins, but for rounding
-            for i, row in enumerate(rows[block] + 0.0):
-                if (own := self._place.get(row.tobytes())) is not None:
-                    square[i, own] = np.inf
-            radii = np.partition(square, sizes - 1, axis=1)[:, sizes - 1]
-            for j, radius in enumerate(radii.T):
-                inside = square <= radius[:, None]  # more than k if there is a tie
-                m = inside.sum(1)
-                lengths = np.where(inside, square, 0).sum(1)  # Σ‖e_a‖²
-                total = inside.astype(np.float64) @ points - m[:, None] * x  # Σ e_a
-                # Over pairs Σ⟨e_a,e_b⟩ = (‖Σe‖² − Σ‖e‖²)/2 and Σ‖e_a−e_b‖² = mΣ‖e‖² − ‖Σe‖²: O(md), no pairs needed.
-                both = ((2 * m - 1) * lengths - np.square(total).sum(1)) / (m * (m - 1))
-                found[block, j] = np.sqrt(both.clip(0))
-        return found
+            block = rows[start : start + BLOCK]
+            own = [self._place.get(row.tobytes(), -1) for row in block + 0.0]
+            square, variance = moments(self._comparable(block), self._points, own=own, sizes=self.n_neighbors_)
+            k = np.array(self.n_neighbors_)
+            found.append(np.sqrt(square + (2 * k - 1) / (k - 1) * variance))
+        return np.concatenate(found)
 
     def _check_parameters(self) -> None:
         k = self.n_neighbors
@@ -227,6 +220,32 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
             raise ValueError(f"contamination={share!r} is no share of outliers: use 'auto' or a number in (0, 0.5]")
         if self.kernel is not None:
             resolve(self.kernel)
+
+
+def moments(
+    rows: NDArray[np.float64], points: NDArray[np.float64], *, own: Sequence[int], sizes: Sequence[int]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """H² = ‖Σe_a/k‖² and V = Σ‖e_a‖²/k − H² over the edges of each row to its k nearest points, for each size k:
+    (m, d), (n, d) → (m, sizes) twice.
+
+    `own` is the point that a row is, or −1: no point is its own neighbour. If distances tie at the k-th, all of these
+    points count.
+    """
+    slack = (points.shape[1] + 4) * np.finfo(np.float64).eps
+    norms = np.square(rows).sum(1)[:, None] + np.square(points).sum(1)
+    square = squared_distances(torch.from_numpy(rows), torch.from_numpy(points)).numpy()
+    square[square <= slack * norms] = 0  # twins, but for rounding
+    known = np.flatnonzero(np.array(own) >= 0)
+    square[known, np.array(own)[known]] = np.inf
+    last = np.array(sizes) - 1
+    means, variances = np.empty((len(rows), len(last))), np.empty((len(rows), len(last)))
+    for j, radius in enumerate(np.partition(square, last, axis=1)[:, last].T):
+        inside = square <= radius[:, None]
+        k = inside.sum(1)
+        mean = (inside.astype(np.float64) @ points) / k[:, None] - rows
+        means[:, j] = np.square(mean).sum(1)
+        variances[:, j] = (np.where(inside, square, 0).sum(1) / k - means[:, j]).clip(0)
+    return means, variances
 
 
 def _without_twin(queries: Tensor, points: Tensor, nominees: Tensor) -> Tensor:
