@@ -133,14 +133,17 @@ def main() -> None:
     parser.add_argument("--others", type=Path, default=Path("results/outliers.json"))
     parser.add_argument("--out", type=Path, default=Path("results/outlier-choice.json"))
     arguments = parser.parse_args()
-    stored = json.loads(arguments.others.read_text())
     shared = Candidates()
     names = [name_of(*one) for one in EVERY]
     detectors = {name: shared.one(name) for name in names}
-    peers = [name for name in stored["report"]["means"]["mixed"] if name != OURS]
 
     def candidates(tables: Any) -> dict[str, Any]:
         return {name: of for name, table in tables if (of := measured(table, detectors))}
+
+    new = by_source(candidates(keel(arguments.keel)))
+    old = candidates(pair for which in HALVES for pair in half(arguments.tables, which))
+    stored = json.loads(arguments.others.read_text())
+    peers = [name for name in stored["report"]["means"]["mixed"] if name != OURS]
 
     def grids(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[Array, Array, Array, Array]:
         assert ours.keys() == theirs.keys(), "other tables than those of --others"
@@ -148,11 +151,9 @@ def main() -> None:
         lof = grid(theirs, "clean", ["LOF, k = 20"])[:, 0]
         return grid(ours, "mixed", names), grid(ours, "clean", names), grid(theirs, "mixed", peers), lof
 
-    old = candidates(pair for which in HALVES for pair in half(arguments.tables, which))
     mixed, clean, others, lof = grids(old, {**stored["choose"]["tables"], **stored["report"]["tables"]})
     pick = chosen(mixed, clean, others, lof)
     result = {"halves": halves(mixed, clean, others, lof, names), "chosen": names[pick]}
-    new = by_source(candidates(keel(arguments.keel)))
     for group, of in (("folder", (mixed, clean, others, lof)), ("keel", grids(new, stored["keel"]["tables"]))):
         rows = {}
         for i, name in enumerate(names):

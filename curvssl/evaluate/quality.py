@@ -142,7 +142,8 @@ def selfcluster(x: Tensor) -> float:
     """
     x = x[(x != 0).any(1)].double()
     n, d = x.shape
-    q = float(gram_of(unit(x), centre=False).square().sum())
+    u = unit(x)
+    q = float((u.mT @ u if n > d else u @ u.mT).square().sum())  # ‖uᵀu‖ = ‖uuᵀ‖
     random = n * (n - 1) / d
     return _over(q - n - random, n * n - n - random)
 
