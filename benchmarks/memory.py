@@ -3,8 +3,8 @@
     python benchmarks/memory.py [--device cpu|cuda] [--steps 10000] [--out results/memory-cpu.json]
 
 A whole CurvSSL run of a tiny network, with metrics, monitor and checkpoints. While it trains, a second thread reads the
-memory of the process and, on CUDA, that of torch's allocator. The first tenth of the run is left out: it compiles, captures
-and fills caches. On CUDA the default is 2,000 steps, captured in a graph.
+memory of the process and, on CUDA, that of torch's allocator. The first tenth of the run is left out: it compiles,
+captures and fills caches. On CUDA the default is 2,000 steps, captured in a graph.
 """
 
 import argparse
