@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint lint-js clean
+.PHONY: demo test fuzz lint lint-js clean
 
 demo: .venv/.demo
 	$(BIN)/curvssl demo
@@ -10,6 +10,10 @@ demo: .venv/.demo
 # Two test files at a time, each with one thread: many of the tests start processes of their own.
 test: .venv/.dev lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# 100,000 random inputs to the library; `make test` has 500 of them.
+fuzz: .venv/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fuzz.py
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

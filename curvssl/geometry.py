@@ -1,12 +1,17 @@
 """Discrete curvature of points: neighbours, curvature scores, their kernel form, and the angular defect behind them.
 
-Tensors in, tensors out. The public functions take one set of points (n, d). The losses use the functions below them,
-such as `scores`: these take v sets at once (the two views of a batch) and the points of all ranks.
+Tensors in, tensors out. The public functions take one set of points (n, d): a tensor, an array or lists of numbers.
+Integers are computed in float64. Points that are not finite are refused on CPU; on other devices the host would have to
+wait for the values, so there the results are NaN. The losses use the functions below them, such as `scores`: these take
+v sets at once (the two views of a batch) and the points of all ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
+from operator import index
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,10 +19,14 @@ from torch import Tensor
 from curvssl.kernels import (
     AnyKernel,
     Kernel,
+    directions,
     inverse_root,
     kernel_width,
     product,
+    rescaling,
+    rescaling_with_gradient,
     resolve,
+    scale_free,
     squared_distances,
     unit,
 )
@@ -31,19 +40,22 @@ def nearest_neighbors(x: Tensor, *, k: int = 10) -> Tensor:
 
     A point is not its own neighbour, by its index: two equal points are neighbours of each other. Each block of rows
     is ranked by one matrix product, so memory grows as n. That product loses digits where points are close to each
-    other and far from the centre. So it only selects candidates, and their exact distances decide. A row that may have
-    missed a neighbour is searched again in float64.
+    other and far from the centre. So it only selects candidates, and their exact distances decide. On CPU, a row that
+    may have missed a neighbour is searched again in float64 and, if that is not sure either, without the product.
     """
     x = _points(x, k=k, least=1).detach()
     everyone = torch.arange(len(x), device=x.device)
     with torch.autocast(x.device.type, enabled=False):
-        if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
+        if not readable(x):
             # To select rows for a second search the host must read results, which a compiled or captured step may not.
-            return _search(x, everyone, k=k, dtype=_widest(x))[0]
-        index, sure = _search(x, everyone, k=k, dtype=torch.float32)
-        again = everyone[~sure]
-        if len(again):
-            index[again] = _search(x, again, k=k, dtype=torch.float64)[0]
+            return _search(x, everyone, k=k, dtype=_widest(x), rank=_euclidean)[0]
+        index, left = everyone.new_empty(len(x), k), everyone
+        products = [(dtype, _euclidean) for dtype in dict.fromkeys((x.dtype, torch.float64))]
+        for dtype, rank in [*products, (torch.float64, _by_difference)]:
+            index[left], sure = _search(x, left, k=k, dtype=dtype, rank=rank)
+            left = left[~sure]
+            if not len(left):
+                break
     return index
 
 
@@ -53,7 +65,8 @@ def curvature(x: Tensor, *, k: int = 10, neighbors: Tensor | None = None) -> Ten
         c_i = Σ_{a<b} ⟨u_ia, u_ib⟩,   u_ia = (x_a − x_i) / ‖x_a − x_i‖
 
     Edges that cancel each other give −k/2; parallel edges give k(k−1)/2. An edge to an equal point is zero and
-    contributes nothing. With `neighbors` (n, k) no search is made.
+    contributes nothing. So does one shorter than 2e-34 in float32: its gradient would overflow. With `neighbors` (n, k)
+    no search is made.
     """
     x = _points(x, k=k, neighbors=neighbors)
     if neighbors is None:
@@ -75,17 +88,27 @@ def kernel_curvature(
 
     `kernel` is a name or a function of curvssl.kernels (rbf, laplacian, linear, polynomial, cosine), a `Kernel`, or a
     callable (a, b) → Gram matrix over batches of rows. `gamma` is a number, "median", "scale" or "auto" (see
-    `kernel_width`). The linear kernel gives the same as `curvature`.
+    `kernel_width`). The linear kernel gives the same as `curvature`. On CPU all is computed in float64: the distances
+    come from a matrix product, which in float32 loses those below a thousandth of the largest. Points that are all
+    within 2e-34 of zero in float32 count as equal, if γ is taken from them: the gradient would overflow.
     """
-    x = _points(x, k=k, neighbors=neighbors)[None]
-    with torch.autocast(x.device.type, enabled=False):
-        chosen = resolve(kernel)
+    chosen = resolve(kernel)
+    given = _points(x, k=k, neighbors=neighbors, edges=False)
+    with torch.autocast(given.device.type, enabled=False):
+        x = given[None].to(torch.float64 if given.device.type == "cpu" else given.dtype)
+        if scale_free(chosen, gamma):
+            x = x * rescaling_with_gradient(given[None], (1, 2))
         width = kernel_width(x, kernel=chosen, gamma=gamma)
         if neighbors is None and chosen.distance is squared_distances:
             neighbors = nearest_neighbors(x[0], k=k)
         elif neighbors is None:
             neighbors = kernel_neighbors(x, x, k=k, kernel=chosen, width=width)[0]
-        return kernel_scores(x, x, kernel=chosen, width=width, neighbors=neighbors[None])[0]
+        found = kernel_scores(x, x, kernel=chosen, width=width, neighbors=neighbors[None])[0].to(given.dtype)
+    if readable(found) and not found.isfinite().all():
+        raise ValueError(
+            f"the kernel of points up to {given.abs().max():.3g} is not finite: scale them down, or use gamma='median'"
+        )
+    return found
 
 
 def polyhedron_curvature(x: Tensor, neighbors: Tensor) -> Tensor:
@@ -109,7 +132,7 @@ def angular_defect(vertices: Tensor, faces: Sequence[Sequence[int]] | Tensor) ->
     vertices = _points(vertices)
     defect = torch.full_like(vertices[:, 0], 2 * torch.pi)
     by_length: dict[int, list[list[int]]] = {}
-    for face in faces.tolist() if isinstance(faces, Tensor) else faces:
+    for face in _lists(faces):
         if len(face) < 3:
             raise ValueError(f"face {list(face)} has {len(face)} vertices: a polygon needs 3 or more")
         if not 0 <= min(face) <= max(face) < len(vertices):
@@ -125,13 +148,28 @@ def angular_defect(vertices: Tensor, faces: Sequence[Sequence[int]] | Tensor) ->
     return defect
 
 
+def _lists(faces: Any) -> Iterator[list[int]]:
+    """Each face as a list of row numbers."""
+    try:
+        for face in faces.tolist() if isinstance(faces, Tensor | np.ndarray) else faces:
+            yield [index(vertex) for vertex in face]
+    except TypeError as error:
+        raise ValueError(f"faces are not lists of vertex numbers ({error}): needed [[0, 1, 2], …]") from error
+
+
 # ---- v sets of points at once; the b queries are rows first, first+1, … of the n points; first=None: other points ----
 
 
-def neighbors_of(queries: Tensor, points: Tensor, *, k: int, first: int | None = 0) -> Tensor:
-    """Indices (v, b, k) of each query's nearest points by Euclidean distance; rounding decides between near-ties."""
-    middle = points.detach().mean(1, keepdim=True)  # with a common offset the matrix product would lose digits
-    queries, points = queries.detach() - middle, points.detach() - middle
+def neighbors_of(queries: Tensor, points: Tensor, *, k: int, first: int | None = 0, centred: bool = False) -> Tensor:
+    """Indices (v, b, k) of each query's nearest points by Euclidean distance; rounding decides between near-ties.
+
+    Points that are `centred` already are taken as they are: their mean may be far from most of them.
+    """
+    scale = rescaling(points, (1, 2))  # of the squares, too
+    queries, points = queries.detach() * scale, points.detach() * scale
+    if not centred:  # with a common offset the matrix product would lose digits
+        middle = points.mean(1, keepdim=True)
+        queries, points = queries - middle, points - middle
     # ‖p‖² − 2⟨q, p⟩ by one product: ‖p‖² is one more dimension, in which a query is 1. To add it separately costs a
     # pass over all distances. Products are fastest if the row length is a multiple of 4.
     spare = 3 - points.shape[-1] % 4
@@ -142,10 +180,9 @@ def neighbors_of(queries: Tensor, points: Tensor, *, k: int, first: int | None =
 
 def scores(queries: Tensor, points: Tensor, *, neighbors: Tensor) -> Tensor:
     """Eq. (6) for v sets: (v, b, d), (v, n, d), (v, b, k) → (v, b)."""
-    edges = _edges(queries, points, neighbors)  # (v, b, k, d)
-    inverse = inverse_root(edges.square().sum(-1, keepdim=True))
+    u, exists = directions(_edges(queries, points, neighbors))  # (v, b, k, d)
     # Σ_{a<b}⟨u_a,u_b⟩ = (‖Σu‖² − Σ‖u‖²)/2 is O(kd) per point, a Gram matrix O(k²d); ‖u‖² is 1, or 0 for a zero edge.
-    return ((edges * inverse).sum(2).square().sum(-1) - (inverse > 0).sum((2, 3))) / 2
+    return (u.sum(2).square().sum(-1) - exists.sum((2, 3))) / 2
 
 
 def kernel_neighbors(
@@ -156,10 +193,11 @@ def kernel_neighbors(
     kernel: Kernel,
     width: Tensor,
     first: int | None = 0,
+    centred: bool = False,
 ) -> Tensor:
     """Indices (v, b, k) of the nearest points by ‖φ(x) − φ(y)‖² = k(x,x) − 2k(x,y) + k(y,y), Eq. (8)."""
     if kernel.distance is squared_distances:
-        return neighbors_of(queries, points, k=k, first=first)
+        return neighbors_of(queries, points, k=k, first=first, centred=centred)
     queries, points = queries.detach(), points.detach()
     if kernel.distance is not None:
         return _nearest(queries, points, k=k, first=first, rank=kernel.distance)
@@ -203,6 +241,11 @@ def _euclidean(queries: Tensor, points: Tensor) -> Tensor:
     return product(-2 * queries, points.mT).add_(points.square().sum(-1)[:, None])  # in place: it may take a gigabyte
 
 
+def _by_difference(queries: Tensor, points: Tensor) -> Tensor:
+    """‖q − p‖ from the differences, which lose no digits."""
+    return torch.cdist(queries, points, compute_mode="donot_use_mm_for_euclid_dist")
+
+
 @torch.no_grad()
 def _nearest(
     queries: Tensor, points: Tensor, *, k: int, first: int | None, rank: Callable[[Tensor, Tensor], Tensor]
@@ -217,28 +260,36 @@ def _nearest(
 
 
 @torch.no_grad()
-def _search(x: Tensor, own: Tensor, *, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _search(
+    x: Tensor, own: Tensor, *, k: int, dtype: torch.dtype, rank: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
     """Neighbours (b, k) of the rows `own` of x (n, d), and (b,) whether no nearer point can have been missed.
 
-    The product in `dtype` selects 2k candidates per row, and their differences in float64 decide the order. In units of
-    the rounding error ε/2 the product is wrong by at most (d+4)(‖q‖+‖p‖)² ≤ (d+4)(8‖q‖² + 2‖q−p‖²). This bounds how
-    near a point outside the candidates can be.
+    `rank` in `dtype` selects 2k candidates per row, and their differences in float64 decide the order. In units of the
+    rounding error ε/2 a product is wrong by at most (d+4)(‖q‖+‖p‖)² ≤ (d+4)(8‖q‖² + 2‖q−p‖²). This bounds how near a
+    point outside the candidates can be.
     """
     n, d = x.shape
-    # Most points are near the median, so the norms that cancel are small; one outlier would move the mean far away.
-    points = x.to(dtype)
-    points = (points - points.median(0).values)[None]
+    scale = rescaling(x, (0, 1))
+    points = x.to(dtype) * scale.to(dtype)
+    if rank is _euclidean:
+        # Most points are near the median, so the norms that cancel are small; one outlier would move the mean far away.
+        points = points - points.median(0).values
+    points = points[None]
     slack = (d + 4) * torch.finfo(dtype).eps / 2
+    lost = (d + 4) * torch.finfo(dtype).tiny  # what the products of the smallest numbers leave out
     indices, sure = [], []
     for rows in _blocks(own[None], max(n, 4 * k * d), dtype=dtype):
         queries = points[:, own[rows]]
-        values, index = _best(_euclidean(queries, points), own[rows], k=min(2 * k, n - 1))
-        edges = x[index[0]].to(_widest(x)) - x[own[rows], None]
+        values, index = _best(rank(queries, points), own[rows], k=min(2 * k, n - 1))
+        wide = _widest(x)
+        edges = x[index[0]].to(wide) * scale.to(wide) - x[own[rows], None].to(wide) * scale.to(wide)
         square, order = edges.square().sum(-1).sort(stable=True)
         indices.append(index[0].gather(1, order[:, :k]))
         norm = queries[0].square().sum(-1)
-        least_missed = (values[0, :, -1] + norm - 8 * slack * norm) / (1 + 2 * slack)
-        sure.append((square[:, k - 1] <= least_missed) | (n - 1 <= 2 * k))
+        least_missed = (values[0, :, -1] + norm - 8 * slack * norm - lost) / (1 + 2 * slack)
+        found = (square[:, k - 1] <= least_missed) | (square[:, k - 1] == 0)
+        sure.append(found | (n - 1 <= 2 * k) | (rank is _by_difference))
     return torch.cat(indices), torch.cat(sure)
 
 
@@ -276,30 +327,68 @@ def _widest(x: Tensor) -> torch.dtype:
     return x.dtype if x.device.type == "mps" else torch.float64  # mps has no float64
 
 
-def _points(x: Any, *, k: int | None = None, least: int = 2, neighbors: Tensor | None = None) -> Tensor:
-    """x as rows of at least float32, after the checks that all functions here share."""
-    x = torch.as_tensor(x)
+def readable(x: Tensor) -> bool:
+    """Whether the host may read values: on other devices it would wait, and traced tensors (a subclass) have none."""
+    return x.device.type == "cpu" and type(x.detach()) is Tensor and not torch.compiler.is_compiling()
+
+
+def _points(x: Any, *, k: int | None = None, least: int = 2, neighbors: Any = None, edges: bool = True) -> Tensor:
+    """x as rows of at least float32, after the checks that all functions here share. With `edges`, only the directions
+    of the edges matter, so points whose edges would overflow are divided by 4."""
+    x = _tensor(x)
     if x.ndim != 2:
         raise ValueError(f"expected points as rows, (n, d), got shape {tuple(x.shape)}: reshape them")
+    if x.is_complex() or x.layout != torch.strided or x.is_quantized:
+        kind = "complex" if x.is_complex() else "sparse or quantised"
+        raise ValueError(f"points are {kind} ({x.dtype}, {x.layout}): needed real numbers in a dense tensor")
+    if not x.shape[1]:
+        raise ValueError(f"points have shape {tuple(x.shape)}: needed one dimension or more")
     if neighbors is not None:
-        if neighbors.ndim != 2 or len(neighbors) != len(x) or neighbors.shape[1] < 2:
-            raise ValueError(
-                f"neighbors have shape {tuple(neighbors.shape)}: needed ({len(x)}, k), one row a point, k of 2 or more"
-            )
-        if neighbors.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"neighbors are {neighbors.dtype}: needed the rows' numbers, int64")
-        # On other devices the host would wait for the values, and traced tensors (a subclass) have none.
-        readable = type(neighbors) is Tensor and neighbors.device.type == "cpu" and not torch.compiler.is_compiling()
-        if readable and neighbors.numel():
-            low, high = neighbors.aminmax()
-            if low < 0 or high >= len(x):
-                raise ValueError(f"neighbors are {low} … {high}: needed row numbers of x, 0 … {len(x) - 1}")
+        _check_neighbors(neighbors, n=len(x))
     elif k is not None:
         check_k(k, n=len(x), least=least)
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    exact = torch.float32 if x.is_floating_point() or x.device.type == "mps" else torch.float64
+    x = x.to(torch.promote_types(x.dtype, exact)).contiguous()  # ties are broken the same way in every memory layout
+    if readable(x) and x.numel():
+        low, high = x.detach().aminmax()
+        if not (low.isfinite() and high.isfinite()):
+            raise ValueError(f"points hold values from {low} to {high}: needed finite numbers, so leave those rows out")
+        if edges and not (high - low).isfinite():
+            x = x / 4
+    return x
+
+
+def _tensor(x: Any) -> Tensor:
+    """x as a tensor, also if it is an array with negative strides or of another byte order, or lists of numbers."""
+    if isinstance(x, Tensor):
+        return x
+    try:
+        array = np.asarray(x)
+        wanted = array.dtype.newbyteorder("=") if array.dtype.kind in "biufc" else None
+        return torch.from_numpy(np.require(array, wanted, ["C", "W"]))
+    except (TypeError, ValueError, RuntimeError) as error:
+        came = f"array of {x.dtype}" if isinstance(x, np.ndarray) else type(x).__name__
+        raise ValueError(f"points are of type {came}: needed a tensor or an array of numbers, (n, d)") from error
+
+
+def _check_neighbors(neighbors: Any, *, n: int) -> None:
+    if not isinstance(neighbors, Tensor):
+        raise ValueError(f"neighbors are of type {type(neighbors).__name__}: needed a tensor of row numbers, int64")
+    if neighbors.ndim != 2 or len(neighbors) != n or neighbors.shape[1] < 2:
+        raise ValueError(
+            f"neighbors have shape {tuple(neighbors.shape)}: needed ({n}, k), one row a point, k of 2 or more"
+        )
+    if neighbors.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"neighbors are {neighbors.dtype}: needed the rows' numbers, int64")
+    if readable(neighbors) and neighbors.numel():
+        low, high = neighbors.aminmax()
+        if low < 0 or high >= n:
+            raise ValueError(f"neighbors are {low} … {high}: needed row numbers of x, 0 … {n - 1}")
 
 
 def check_k(k: int, *, n: int, least: int = 2) -> None:
+    if not isinstance(k, Integral):
+        raise ValueError(f"k={k!r} is no number of neighbours: use an integer")
     if k >= n:
         raise ValueError(f"k={k} needs at least {k + 1} points, got {n}: lower k or raise the batch size")
     if k < least:

@@ -1,6 +1,8 @@
 """Kernels k(a, b) over rows, Eq. (7), (…, n, d) × (…, m, d) → (…, n, m), each with its distance and its width γ.
 
-To add one: write a function with the signature of `rbf` and add one line to KERNELS.
+Squares of the entries have to fit into the dtype, so entries up to 1e18 in float32: beyond, the result may be NaN. The
+cosine needs no such care, and `kernel_curvature` and the losses rescale their points where that changes nothing.
+To add a kernel: write a function with the signature of `rbf` and add one line to KERNELS.
 """
 
 from collections.abc import Callable
@@ -72,9 +74,36 @@ exact_product.register_autograd(
 # ---- distances and directions ----
 
 
+@torch.no_grad()
+def rescaling(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """A power of two that brings the largest |x| over `dim`, which keeps length 1, into [1, 2); 0 if x is not finite.
+
+    Times a power of two, a number keeps all its digits, and squares of numbers below 2 do not overflow. So sums of
+    squares of very large or very small numbers are right, and those of others are the same to the last bit. No value is
+    read by the host.
+    """
+    largest = torch.linalg.vector_norm(x.detach(), torch.inf, dim, keepdim=True)
+    integer, exponent = (torch.int64, 0x7FF << 52) if x.dtype == torch.float64 else (torch.int32, 0xFF << 23)
+    power = (largest.view(integer) & exponent).view(x.dtype)  # without its other bits a float is a power of two
+    return power.clamp_min(torch.finfo(x.dtype).tiny).reciprocal()
+
+
 def unit(x: Tensor) -> Tensor:
     """x / ‖x‖ over the last dimension; a zero vector stays zero, and so does its gradient."""
-    return x * inverse_root(x.square().sum(-1, keepdim=True))
+    return directions(x)[0]
+
+
+def directions(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x / ‖x‖ over the last dimension, and whether each vector has a direction, (…, d) → (…, d), (…, 1)."""
+    scale = rescaling_with_gradient(x, -1)
+    x = x * scale
+    return x * inverse_root(x.square().sum(-1, keepdim=True)), scale > 0
+
+
+def rescaling_with_gradient(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """`rescaling`, or 0 if the largest |x| is below 2e-34 in float32: a gradient over lengths so small overflows."""
+    scale = rescaling(x, dim)
+    return torch.where(scale < 2**-14 / torch.finfo(x.dtype).tiny, scale, 0)
 
 
 def inverse_root(square: Tensor) -> Tensor:
@@ -166,6 +195,15 @@ def resolve(kernel: AnyKernel) -> Kernel:
         if kernel is known.gram:
             return known
     return Kernel(lambda a, b, *, gamma: kernel(a, b))
+
+
+def scale_free(kernel: Kernel, gamma: float | str) -> bool:
+    """Whether the curvature stays the same if all points are multiplied by a number: γ follows them or has no part."""
+    if kernel not in KERNELS.values():
+        return False
+    if gamma == "scale" and kernel.gram is laplacian:
+        return False  # this γ is one over a square
+    return gamma in ("median", "scale") or kernel.gram in (linear, cosine)
 
 
 def check_gamma(gamma: float | str) -> None:

@@ -6,6 +6,8 @@ others local. A term of the embeddings is then a mean over the pairs of a global
 curvature is taken over the two global views. Inside, z (V, b, d) holds all V views.
 
 With torch.distributed initialised, every statistic and the gradient are those of the global batch (collectives.py).
+What is not finite is not refused, because a device would have to be waited for: the terms show it. If a loss of finite
+embeddings is not finite, such as VICReg's of 1e20, it is a ValueError on CPU, in one process.
 To add a loss: one class here, and one line in methods.py.
 """
 
@@ -16,8 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from curvssl.collectives import gather, rank, total, world_size
-from curvssl.geometry import check_k, kernel_neighbors, kernel_scores, neighbors_of, scores
-from curvssl.kernels import AnyKernel, check_gamma, kernel_width, product, resolve
+from curvssl.geometry import check_k, kernel_neighbors, kernel_scores, neighbors_of, readable, scores
+from curvssl.kernels import (
+    AnyKernel,
+    check_gamma,
+    kernel_width,
+    product,
+    rescaling,
+    rescaling_with_gradient,
+    resolve,
+    scale_free,
+)
 
 GLOBAL = 2  # the first views are global, the others local
 TURNS = 4  # quarter turns, and as many turned views
@@ -52,19 +63,20 @@ class Loss(nn.Module):
         return ((1.0, self),)
 
     def forward(self, z0: Tensor, z1: Tensor, *local: Tensor) -> Tensor:
-        return self.weigh(self.terms(z0, z1, *local))
+        return checked(self.weigh(self.terms(z0, z1, *local)), z0, z1, *local)
 
     def terms(self, z0: Tensor, z1: Tensor, *local: Tensor) -> dict[str, Tensor]:
         """The named numbers of the loss, without their weights, and those that are only logged."""
+        check_views(z0, z1, *local)
         shapes = [tuple(z.shape) for z in (z0, z1, *local)]
-        if len(shapes[0]) != 2 or len({*shapes}) > 1:
+        if len(shapes[0]) != 2 or len({*shapes}) > 1 or not shapes[0][1]:
             raise ValueError(
                 f"expected views of one shape (b, d), got {' and '.join(map(str, shapes))}: "
                 "row i of all must come from image i"
             )
         with torch.autocast(z0.device.type, enabled=False):
             z = torch.stack((z0, z1, *local))
-        return self.terms_of(z)
+        return {name: checked(number, z) for name, number in self.terms_of(z).items()}
 
     def terms_of(self, z: Tensor, t: Tensor | None = None, turns: Tensor | None = None) -> dict[str, Tensor]:
         """`terms` of all views in one tensor (V, b, d). With t (b,), the last of them are blends. `turns` are what
@@ -81,7 +93,7 @@ class Loss(nn.Module):
             raise ValueError("a batch of 1 has no statistics: use 2 or more images")
         with torch.autocast(z.device.type, enabled=False):
             z = z.to(torch.promote_types(z.dtype, torch.float32))
-            return self.over_views(z, None, None) if t is None else self.over_views(z[:-1], z[-1], t)
+            return self.over_views(z, None, None) if t is None else self.over_views(z[:-1], z[-1], t.to(z.dtype))
 
     def weigh(self, terms: Mapping[str, Any]) -> Any:
         """The loss from its named numbers."""
@@ -178,6 +190,9 @@ class Curvature(Loss):
         everyone, first = among_all(z)
         if self.kernel is None:
             return scores(z, everyone, neighbors=neighbors_of(z, everyone, k=self.k, first=first))
+        if scale_free(self.kernel, self.gamma):
+            scale = rescaling_with_gradient(everyone, (1, 2))
+            z, everyone = z * scale, everyone * scale
         width = kernel_width(everyone, kernel=self.kernel, gamma=self.gamma)
         neighbors = kernel_neighbors(z, everyone, k=self.k, kernel=self.kernel, width=width, first=first)
         return kernel_scores(z, everyone, kernel=self.kernel, width=width, neighbors=neighbors)
@@ -203,18 +218,20 @@ class Chord(Loss):
         self.eps = eps
 
     def forward(self, z: Tensor, blended: Tensor, t: Tensor) -> Tensor:  # type: ignore[override]
-        if z.ndim != 2 or z.shape != blended.shape or t.shape != z.shape[:1]:
+        check_views(z, blended, t)
+        if z.ndim != 2 or z.shape != blended.shape or t.shape != z.shape[:1] or not z.shape[1]:
             raise ValueError(
                 f"expected z and blended (b, d) and t (b,), got {tuple(z.shape)}, {tuple(blended.shape)} and "
                 f"{tuple(t.shape)}: row i of blended must be the blend of image i and its partner"
             )
-        return self.exactly(torch.stack((z, blended)), t)[0]
+        return checked(self.exactly(torch.stack((z, blended)), t)[0], z, blended, t)
 
     def over_views(self, z: Tensor, blended: Tensor | None, t: Tensor | None) -> Tensor:
         if blended is None or t is None:
             raise ValueError("the chord needs the embeddings of blends and their t: give the loss both")
-        centre, z, deviation = centred(z[0])
-        z, blended, t = z / (deviation + self.eps), (blended - centre) / (deviation + self.eps), t[:, None]
+        scale, centre, z, deviation = centred(z[0])
+        z, t = z / (deviation + self.eps * scale), t[:, None]
+        blended = (blended - centre / scale) / (deviation / scale + self.eps)
         off = blended - (t * z + (1 - t) * partners(z))
         return total(off.square().sum().view(1)) / (off.numel() * world_size())
 
@@ -272,6 +289,10 @@ def partners(x: Tensor) -> Tensor:
 
 def blend(x: Tensor, t: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Blends t_i x_i + (1 − t_i) x_j of each image (b, …) and its partner j, and t (b,), by default uniform."""
+    check_views(x, *[t] * (t is not None))
+    if not x.ndim or (t is not None and t.shape != x.shape[:1]):
+        shape = None if t is None else tuple(t.shape)
+        raise ValueError(f"images have shape {tuple(x.shape)} and t {shape}: needed (b, …) and (b,)")
     t = torch.rand(len(x), device=x.device, dtype=x.dtype) if t is None else t
     share = t.view(-1, *[1] * (x.ndim - 1))
     return share * x + (1 - share) * partners(x), t
@@ -350,20 +371,50 @@ class VICRegLoss(Loss):
         return {"invariance": self.invariance, "variance": self.variance, "covariance": self.covariance}
 
 
-def centred(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """μ, z − μ and the population's σ over the global batch: (…, 1, d), (…, b, d), (…, 1, d)."""
+def centred(z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """s, sμ, s(z − μ) and s times the population's σ over the global batch: (…, 1, d), but (…, b, d) for the third.
+
+    s is a power of two for each feature, so that squares of large numbers do not overflow and those of small ones do
+    not vanish. Over several ranks it is 1: they would have to agree on it.
+    """
     b = z.shape[-2] * world_size()
+    scale = torch.ones_like(z[..., :1, :]) if world_size() > 1 else rescaling(z, -2)
+    z = z * scale
     mean = total(z.sum(-2, keepdim=True)) / b
+    if world_size() == 1:
+        # The mean of b equal numbers may be another number. Without their deviation from it they count as constant.
+        with torch.no_grad():
+            off = torch.where((z == z[..., :1, :]).all(-2, keepdim=True), z[..., :1, :] - mean, 0)
+        mean = mean + off
     z = z - mean
     variance = total(z.square().sum(-2, keepdim=True)) / b
     constant = variance == 0  # √ has no gradient at 0
-    return mean, z, torch.where(constant, 0, torch.where(constant, 1, variance).sqrt())
+    return scale, mean, z, torch.where(constant, 0, torch.where(constant, 1, variance).sqrt())
 
 
 def standardise(z: Tensor, *, eps: float) -> Tensor:
     """(z − μ) / (σ + ε) over the global batch, Eq. (12), with the population's σ, (…, b, d) → (…, b, d)."""
-    _, z, deviation = centred(z)
-    return z / (deviation + eps)
+    scale, _, z, deviation = centred(z)
+    return z / (deviation + eps * scale)
+
+
+def check_views(*views: Any) -> None:
+    """Raise ValueError if one is no dense tensor of floating-point numbers."""
+    for z in views:
+        if not isinstance(z, Tensor):
+            raise ValueError(f"got a {type(z).__name__}: needed a tensor")
+        if not z.is_floating_point() or z.layout != torch.strided:
+            raise ValueError(f"got a tensor of {z.dtype}, {z.layout}: needed floating-point numbers in a dense tensor")
+
+
+def checked(loss: Tensor, *views: Tensor) -> Tensor:
+    """The loss; ValueError if it is not finite although the views are, on CPU in one process."""
+    if world_size() == 1 and readable(loss) and not loss.isfinite() and all(bool(z.isfinite().all()) for z in views):
+        largest = max(float(z.detach().abs().max()) for z in views)
+        raise ValueError(
+            f"the loss of embeddings up to {largest:.3g} does not fit into {loss.dtype}: scale them down or use float64"
+        )
+    return loss
 
 
 def among_all(z: Tensor) -> tuple[Tensor, int]:

@@ -1,6 +1,7 @@
 """Curvature as a scikit-learn outlier detector: a point is an outlier if all its neighbours lie on one side."""
 
 import warnings
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any, Self
 
@@ -12,10 +13,12 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from curvssl.geometry import kernel_neighbors, kernel_scores, neighbors_of, scores
-from curvssl.kernels import AnyKernel, kernel_width, resolve, squared_distances
+from curvssl.kernels import AnyKernel, kernel_width, resolve, scale_free, squared_distances
 
 LEAST, SIZES = 10, 5  # five neighbourhoods, from 10 neighbours to half of the points, in equal ratios
 BLOCK = 512  # rows that are compared with all points at once
+FAR = 1e140  # typical deviations: a point farther away counts as that far, so that squares and their sums are finite
+FAR_KERNEL = 1e6  # a kernel does not tell it from infinity, and one such point costs the others no digits
 FENCE = 1.5  # Tukey's, in interquartile ranges beyond the quartile: 0.35 % of a normal distribution lie outside
 
 
@@ -48,7 +51,11 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
     `n_neighbors=20`, plain curvature, was as good or better. Kernels do not suit new points: the score ignores how far
     away the neighbours are.
 
-    Distances mix the features: bring these to a common scale first, with `StandardScaler` for instance.
+    Distances mix the features: bring these to a common scale first, with `StandardScaler` for instance. Place and scale
+    of the whole table do not matter: inside, the median of each feature is 0, and the median of all deviations from it,
+    zeros apart, about 1. A point more than 1e140 of these away counts as that far, and with a kernel one more than 1e6.
+    Kernels for which place or scale do matter (cosine, polynomial, your own, or a number for gamma) get the rows as
+    they are.
 
     The neighbours of a new point are sought among the training points. A row that equals a training point counts as
     that point, and one such duplicate is left out of its neighbours. So `score_samples(X_train)` equals `scores_`, and
@@ -99,14 +106,19 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
     def fit(self, X: ArrayLike, y: Any = None) -> Self:
         """Store the points, score each one among the others, and set the threshold; `y` is ignored."""
         self._check_parameters()
-        points = validate_data(self, X, dtype=np.float64, ensure_min_samples=3)  # 3: each needs two neighbours
-        points = np.ascontiguousarray(points)  # torch takes no negative strides, as of X[::-1]
+        points = self._rows(X, ensure_min_samples=3)  # 3: each needs two neighbours
         self.n_neighbors_ = self._neighbors(len(points))
-        self._points = points
+        self._place = {row.tobytes(): i for i, row in enumerate(points + 0.0)}  # + 0.0: −0 equals 0
+        kernel = None if self.kernel is None else resolve(self.kernel)
+        self._free = kernel is None or (kernel.distance is not None and scale_free(kernel, self.gamma))
+        quarter = points / 4  # differences do not overflow
+        self._middle = np.median(quarter, axis=0)
+        off = np.abs(quarter - self._middle)
+        self._exponent = -int(np.frexp(np.median(off[off > 0]))[1]) if off.any() else 0
+        self._points = self._comparable(points)
         if self.kernel is not None:
-            self._width = kernel_width(torch.tensor(points)[None], kernel=self.kernel, gamma=self.gamma).numpy()
+            self._width = kernel_width(torch.tensor(self._points)[None], kernel=self.kernel, gamma=self.gamma).numpy()
         if self.n_neighbors == "auto":
-            self._place = {row.tobytes(): i for i, row in enumerate(points + 0.0)}  # + 0.0: −0 equals 0
             spread = self._spread(points)
             middle = np.median(spread, axis=0)
             # The median is 0 if most points have as many twins; so is the mean if all points are equal.
@@ -124,7 +136,7 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
     def score_samples(self, X: ArrayLike) -> NDArray[np.float64]:
         """How normal each row is among the training points, (n_samples,): higher is more normal."""
         check_is_fitted(self)
-        return self._score(np.ascontiguousarray(validate_data(self, X, dtype=np.float64, reset=False)))
+        return self._score(self._rows(X, reset=False))
 
     def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:
         """`score_samples` − `offset_`: negative for outliers."""
@@ -133,6 +145,12 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
     def predict(self, X: ArrayLike) -> NDArray[np.int64]:
         """1 for inliers, −1 for outliers."""
         return np.where(self.decision_function(X) < 0, -1, 1)
+
+    def _rows(self, X: Any, **checks: Any) -> NDArray[np.float64]:
+        """X as an array that torch takes, which knows no negative strides, as of X[::-1]."""
+        if X is None or isinstance(X, str | dict):
+            raise ValueError(f"X is of type {type(X).__name__}: needed an array of numbers, (n_samples, n_features)")
+        return np.ascontiguousarray(validate_data(self, X, dtype=np.float64, **checks))
 
     def _neighbors(self, n: int) -> Any:
         if self.n_neighbors == "auto":
@@ -144,47 +162,49 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
             warnings.warn(f"n_neighbors={asked} needs more than the {n} samples given: using {n - 1}", stacklevel=3)
         return min(asked, n - 1)
 
+    def _comparable(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Rows around 0, in units of a power of two near the typical deviation, and not too far away."""
+        if not self._free:
+            return rows
+        with np.errstate(over="ignore"):
+            rows = np.ldexp(rows / 4 - self._middle, self._exponent).clip(-1e300, 1e300)
+        far = FAR if self.kernel is None else FAR_KERNEL
+        return rows * (far / np.abs(rows).max(1, keepdims=True).clip(far))
+
     def _score(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
         if self.n_neighbors == "auto":
             return -(self._spread(rows) / self._scale).mean(1)
-        queries, points = torch.tensor(rows)[None], torch.tensor(self._points)[None]
+        queries, points = torch.tensor(self._comparable(rows))[None], torch.tensor(self._points)[None]
         k = self.n_neighbors_
         if self.kernel is None:
-            nominees = neighbors_of(queries, points, k=k + 1, first=None)
+            nominees = neighbors_of(queries, points, k=k + 1, first=None, centred=True)
             curvature = scores(queries, points, neighbors=_without_twin(queries, points, nominees))
         else:
             kernel, width = resolve(self.kernel), torch.tensor(self._width)
-            nominees = kernel_neighbors(queries, points, k=k + 1, kernel=kernel, width=width, first=None)
+            nominees = kernel_neighbors(
+                queries, points, k=k + 1, kernel=kernel, width=width, first=None, centred=self._free
+            )
             neighbors = _without_twin(queries, points, nominees)
             curvature = kernel_scores(queries, points, kernel=kernel, width=width, neighbors=neighbors)
+            if not curvature.isfinite().all():
+                raise ValueError(
+                    f"the kernel of rows up to {np.abs(rows).max():.3g} is not finite: standardise them first, with "
+                    "StandardScaler for instance"
+                )
             if kernel.centred:
                 return curvature[0].numpy()
         return -curvature[0].numpy()
 
     def _spread(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
         """s_k of each row for each size of its neighbourhood, (m, d) → (m, sizes)."""
-        sizes = np.array(self.n_neighbors_)
-        middle = np.median(self._points, axis=0)  # with a common offset the products would lose digits
-        points, found = self._points - middle, np.empty((len(rows), len(sizes)))
-        norms, slack = np.square(points).sum(1), (points.shape[1] + 4) * np.finfo(np.float64).eps
+        found = []
         for start in range(0, len(rows), BLOCK):
-            block = slice(start, start + BLOCK)
-            x = rows[block] - middle
-            square = squared_distances(torch.from_numpy(x), torch.from_numpy(points)).numpy()
-            square[square <= slack * (np.square(x).sum(1)[:, None] + norms)] = 0  # twins, but for rounding
-            for i, row in enumerate(rows[block] + 0.0):
-                if (own := self._place.get(row.tobytes())) is not None:
-                    square[i, own] = np.inf
-            radii = np.partition(square, sizes - 1, axis=1)[:, sizes - 1]
-            for j, radius in enumerate(radii.T):
-                inside = square <= radius[:, None]  # more than k if there is a tie
-                m = inside.sum(1)
-                lengths = np.where(inside, square, 0).sum(1)  # Σ‖e_a‖²
-                total = inside.astype(np.float64) @ points - m[:, None] * x  # Σ e_a
-                # Over pairs Σ⟨e_a,e_b⟩ = (‖Σe‖² − Σ‖e‖²)/2 and Σ‖e_a−e_b‖² = mΣ‖e‖² − ‖Σe‖²: O(md), no pairs needed.
-                both = ((2 * m - 1) * lengths - np.square(total).sum(1)) / (m * (m - 1))
-                found[block, j] = np.sqrt(both.clip(0))
-        return found
+            block = rows[start : start + BLOCK]
+            own = [self._place.get(row.tobytes(), -1) for row in block + 0.0]
+            square, variance = moments(self._comparable(block), self._points, own=own, sizes=self.n_neighbors_)
+            k = np.array(self.n_neighbors_)
+            found.append(np.sqrt(square + (2 * k - 1) / (k - 1) * variance))
+        return np.concatenate(found)
 
     def _check_parameters(self) -> None:
         k = self.n_neighbors
@@ -200,6 +220,32 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
             raise ValueError(f"contamination={share!r} is no share of outliers: use 'auto' or a number in (0, 0.5]")
         if self.kernel is not None:
             resolve(self.kernel)
+
+
+def moments(
+    rows: NDArray[np.float64], points: NDArray[np.float64], *, own: Sequence[int], sizes: Sequence[int]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """H² = ‖Σe_a/k‖² and V = Σ‖e_a‖²/k − H² over the edges of each row to its k nearest points, for each size k:
+    (m, d), (n, d) → (m, sizes) twice.
+
+    `own` is the point that a row is, or −1: no point is its own neighbour. If distances tie at the k-th, all of these
+    points count.
+    """
+    slack = (points.shape[1] + 4) * np.finfo(np.float64).eps
+    norms = np.square(rows).sum(1)[:, None] + np.square(points).sum(1)
+    square = squared_distances(torch.from_numpy(rows), torch.from_numpy(points)).numpy()
+    square[square <= slack * norms] = 0  # twins, but for rounding
+    known = np.flatnonzero(np.array(own) >= 0)
+    square[known, np.array(own)[known]] = np.inf
+    last = np.array(sizes) - 1
+    means, variances = np.empty((len(rows), len(last))), np.empty((len(rows), len(last)))
+    for j, radius in enumerate(np.partition(square, last, axis=1)[:, last].T):
+        inside = square <= radius[:, None]
+        k = inside.sum(1)
+        mean = (inside.astype(np.float64) @ points) / k[:, None] - rows
+        means[:, j] = np.square(mean).sum(1)
+        variances[:, j] = (np.where(inside, square, 0).sum(1) / k - means[:, j]).clip(0)
+    return means, variances
 
 
 def _without_twin(queries: Tensor, points: Tensor, nominees: Tensor) -> Tensor:

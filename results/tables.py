@@ -650,6 +650,34 @@ def outliers_tried() -> str:
     return markdown(header, rows, "outliers-notes.json")
 
 
+def fuzz() -> str:
+    """Random inputs to the library, by function and outcome."""
+    found = read("fuzz.json")
+    outcomes = ("right", "refused", "shown", "finite", "FAULT")
+    total = {outcome: sum(counts[outcome] for counts in found["counts"].values()) for outcome in outcomes}
+    rows = [
+        [name, f"{sum(counts.values()):,}", *(f"{counts[outcome]:,}" for outcome in outcomes)]
+        for name, counts in (*found["counts"].items(), ("**all**", total))
+    ]
+    header = ("function", "cases", "right", "refused", "not finite, and shown", "rounding decides", "wrong")
+    return markdown(header, rows, "fuzz.json")
+
+
+def memory() -> str:
+    """The memory of a process during long runs."""
+    rows = []
+    for device in ("cpu", "cuda"):
+        if (HERE / f"memory-{device}.json").exists():
+            found = read(f"memory-{device}.json")
+            for part in ("process", "cuda"):
+                if part in found:
+                    marks = [f"{mark:.1f}" for mark in found[part]["MB_at_10_20_40_60_80_100_percent"]]
+                    slope = f"{found[part]['MB_per_1000_steps']:+.3f}"
+                    rows.append([f"{device}, {part}", f"{found['steps']:,}", *marks, slope])
+    header = ("memory in MB", "steps", "at 10 %", "20 %", "40 %", "60 %", "80 %", "100 %", "MB per 1,000 steps")
+    return markdown(header, rows, "memory-cpu.json")
+
+
 def losses() -> str:
     rows = []
     for r in read("losses-cpu.json")["losses"]:
@@ -772,6 +800,8 @@ MADE = (
     outliers_classes,
     outlier_margins,
     outliers_tried,
+    fuzz,
+    memory,
     page,
     streaming,
     weak_scaling,

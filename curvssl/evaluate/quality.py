@@ -13,10 +13,10 @@ from statistics import fmean
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from curvssl.geometry import nearest_neighbors
+from curvssl.kernels import rescaling, unit
 
 ROUNDING = 1e-13  # eigenvalues below this share of the largest are float64's rounding
 
@@ -25,8 +25,13 @@ ROUNDING = 1e-13  # eigenvalues below this share of the largest are float64's ro
 
 
 def gram_of(x: Tensor, *, centre: bool = True) -> Tensor:
-    """xᵀx or xxᵀ of the features (n, d), whichever is smaller, in float64; centred unless told otherwise."""
-    x = (x - x.mean(0) if centre else x).double()
+    """xᵀx or xxᵀ of the features (n, d), whichever is smaller, in float64; centred unless told otherwise.
+
+    Up to a power of four, which no measure feels: so squares of very large or very small features are finite.
+    """
+    x = x.double()
+    x = x * rescaling(x, (0, 1)) if x.numel() else x
+    x = x - x.mean(0) if centre else x
     return x.mT @ x if x.shape[0] > x.shape[1] else x @ x.mT
 
 
@@ -137,7 +142,8 @@ def selfcluster(x: Tensor) -> float:
     """
     x = x[(x != 0).any(1)].double()
     n, d = x.shape
-    q = float(gram_of(F.normalize(x, dim=1), centre=False).square().sum())
+    u = unit(x)
+    q = float((u.mT @ u if n > d else u @ u.mT).square().sum())  # ‖uᵀu‖ = ‖uuᵀ‖
     random = n * (n - 1) / d
     return _over(q - n - random, n * n - n - random)
 
@@ -156,7 +162,10 @@ def lidar(x: Tensor, *, delta: float = 1e-4, eps: float = 1e-7) -> float:
         return math.nan
     means = x.mean(1)
     off, within = means - means.mean(0), (x - means[:, None]).flatten(0, 1)
-    noise = within.mT @ within / len(within) + delta * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    noise = within.mT @ within / len(within)
+    # δ, or rounding if that is larger: else the matrix of large features might not be positive.
+    least = noise.trace() * x.shape[-1] * torch.finfo(x.dtype).eps
+    noise = noise + least.clamp_min(delta) * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     # With Σ_w = L Lᵀ, L⁻¹ Σ_b L⁻ᵀ has the same eigenvalues, and so has the Gram matrix of the rows L⁻¹ (μ_i − μ).
     white = torch.linalg.solve_triangular(torch.linalg.cholesky(noise), off.mT, upper=False).mT
     found = eigenvalues(gram_of(white, centre=False))

@@ -37,7 +37,7 @@ from curvssl.models import full_precision
 from curvssl.rundir import Run, provenance
 from curvssl.train import watch
 from curvssl.train.own import keep_own
-from curvssl.train.step import Step, make_optimizer
+from curvssl.train.step import NotFinite, Step, make_optimizer
 
 LAG = 60  # steps given to a CUDA device after an epoch before the host reads the epoch's metrics: so it never idles
 
@@ -179,7 +179,8 @@ def _train(
         write_json(run.path / "provenance.json", facts)
 
     def save(seconds: float) -> None:
-        if not all(bool(t.isfinite().all()) for t in (step.sums, *net.parameters(), *criterion.parameters())):
+        state = (*net.parameters(), *net.buffers(), *criterion.parameters())
+        if not all(bool(t.isfinite().all()) for t in (step.sums, *state)):
             return  # a run resumed from it would have the same broken loss
         run.save_checkpoint(
             {
@@ -218,7 +219,14 @@ def _train(
         assert measured is not None
         row |= measured.row()
         row["views_per_s"] = seen_per_step * (row["step"] - epoch_first) / (time.monotonic() - epoch_started)
-        watch.alarm(row, d_z=config.d_z, batch_size=config.batch_size, warned=warned, before=written)
+        watch.alarm(
+            row,
+            d_z=config.d_z,
+            batch_size=config.batch_size,
+            warned=warned,
+            before=written,
+            broken_since=lambda: done - step.broken_for() + 1,
+        )
         if monitored:
             row |= watch.monitor(net, data, watched, rows_of, size=config.image_size, device=device)
         row["seconds"] = seconds + time.monotonic() - started
@@ -237,7 +245,12 @@ def _train(
             numbers.manual_seed(mix(config.seed, s))
             u = [part[:, mine] for part in views.draw(config.batch_size, generator=numbers)]
             lr = learning_rate(s, config, steps_per_epoch=steps_per_epoch)
-            step(batch, u, lr)
+            try:
+                step(batch, u, lr)
+            except NotFinite as error:
+                if main:
+                    save(seconds + time.monotonic() - started)  # the weights before this step
+                raise watch.broken(error.names, step=s + 1, epoch=s // steps_per_epoch + 1) from error
             done = s + 1
             if main and (time.monotonic() - shown >= 1 or done == last):
                 show(done, step.means()["loss"], seen_per_step * (done - epoch_first), epoch_started)

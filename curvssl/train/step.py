@@ -16,6 +16,16 @@ from curvssl.losses import GLOBAL, Loss, over_pairs, pairs
 from curvssl.models import per_view
 from curvssl.train.lars import Lars
 
+HISTORY = 2**16  # steps: of so many the device remembers the sums, to tell in which of them the loss broke
+
+
+class NotFinite(ArithmeticError):
+    """Some terms of the loss, or its gradient, are not finite. The network is as it was before the step."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(", ".join(names))
+        self.names = names
+
 
 class Step:
     """Call with (batch, u, lr); read `means()` and `z` at any time.
@@ -23,6 +33,9 @@ class Step:
     `batch` holds row numbers (b,) of `images` if these are on the device, else uint8 images (b, C, H, W). `u` are
     the uniform numbers of the views (`Views.draw`). `criterion` is any module (z0, z1) → scalar; if it is a `Loss`,
     every term is logged. `z` (2b, d) are the embeddings of the two global views.
+
+    On CPU a loss that is not finite raises `NotFinite`, and nothing has changed. Another device is not waited for:
+    `broken_for` says how long ago it happened.
     """
 
     def __init__(
@@ -49,6 +62,8 @@ class Step:
         self._ones = torch.ones_like(self.weights)
         self.sums = torch.zeros(2, len(self.names), device=device)  # of the terms, and of the weighted terms
         self.count = 0
+        self.history = torch.zeros(HISTORY, len(self.names), device=device)
+        self.taken = 0  # steps by this process
         self.z = torch.zeros(0, device=device)
 
     def __call__(self, batch: Tensor, u: Sequence[Tensor], lr: float) -> None:
@@ -61,7 +76,16 @@ class Step:
         if weights and weights != self._weights:
             self._weights = weights
             self.weights.copy_(torch.tensor(weights))
-        self.take(batch, u)
+        buffers = [*self.net.buffers(), *self.criterion.buffers()] if self.device.type == "cpu" else []
+        before = [buffer.clone() for buffer in buffers]
+        try:
+            self.take(batch, u)
+        except NotFinite:  # the forward pass has updated the running statistics
+            for buffer, old in zip(buffers, before, strict=True):
+                buffer.copy_(old)
+            raise
+        self.history[self.taken % HISTORY].copy_(self.sums[1])
+        self.taken += 1
         self.count += 1
 
     def parts(self) -> tuple[tuple[float, Loss], ...]:
@@ -103,8 +127,20 @@ class Step:
             for p in self.criterion.parameters():
                 if p.grad is not None:
                     p.grad = total(p.grad) / world_size()
+        if self.device.type == "cpu":
+            self.check(torch.cat([*terms]), torch.cat([*weights]))
         self.optimizer.step()
         self.keep(terms, weights, z)
+
+    def check(self, terms: Tensor, weights: Tensor) -> None:
+        """Raise NotFinite if a term that has a weight, or the gradient, is not finite."""
+        broken = (~terms.isfinite() & (weights != 0)).tolist()
+        names = [name for name, bad in zip(self.names, broken, strict=True) if bad]
+        grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not names and not torch.nn.utils.get_total_norm(grads, torch.inf).isfinite():
+            names = ["gradient"]
+        if names:
+            raise NotFinite(names)
 
     def keep(self, terms: Sequence[Tensor], weights: Sequence[Tensor], z: Tensor) -> None:
         """Add the terms, in one or more pieces, to the sums, all in one launch."""
@@ -139,6 +175,15 @@ class Step:
     def means(self) -> dict[str, float]:
         """Mean of the loss and of each term over the steps since the last reset; waits for the device."""
         return means(self.sums, self.count, names=self.names)
+
+    def broken_for(self) -> int:
+        """For how many steps, to the last, the sums were not finite, as far as the history goes; waits for the device.
+
+        A step whose loss is not finite breaks the weights, and so the sums of all steps after it.
+        """
+        first = max(0, self.taken - HISTORY)
+        bad = ~self.history.isfinite().all(1).cpu()[[i % HISTORY for i in range(first, self.taken)]]
+        return int(bad.int().flip(0).cumprod(0).sum())
 
     def reset(self) -> None:
         self.sums.zero_()

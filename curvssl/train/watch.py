@@ -130,17 +130,15 @@ def alarm(
     batch_size: int,
     warned: set[str],
     before: Sequence[dict[str, Any]] = (),
+    broken_since: Callable[[], int] = lambda: 0,
 ) -> None:
     """Stop if the loss is not a number; warn of collapsed embeddings and of a run that does not learn, each once.
 
-    `before` are the rows of the epochs before.
+    `before` are the rows of the epochs before. `broken_since` tells the step in which the loss broke.
     """
     if not math.isfinite(row["loss"]):
-        broken = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
-        raise UserError(
-            f"the loss is not a number in epoch {row['epoch']} ({', '.join(broken)}): the last good checkpoint "
-            "is kept; try a lower --lr, a longer --warmup-epochs or --precision fp32, in another --out"
-        )
+        names = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+        raise broken(names, step=broken_since(), epoch=row["epoch"])
     signs = {
         "collapse": (
             row["z_std"] < DEAD_STD,
@@ -161,6 +159,14 @@ def alarm(
             warned.add(name)
             if ranks.is_main():
                 print(f"\n{name} in epoch {row['epoch']}: {advice}", file=sys.stderr)
+
+
+def broken(names: Sequence[str], *, step: int, epoch: int) -> UserError:
+    """The error about a loss that is not finite."""
+    return UserError(
+        f"the loss is not a number in step {step:,}, epoch {epoch} ({', '.join(names)}): the last checkpoint is from "
+        "before it; try a lower --lr, a longer --warmup-epochs or --precision fp32, in another --out"
+    )
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import shutil
 import signal
 import sys
@@ -252,21 +253,34 @@ def test_a_batch_that_the_images_do_not_fill_is_refused_and_stands_in_nobodys_wa
 # ---- a loss that breaks ----
 
 
-def test_a_broken_loss_stops_with_advice_and_keeps_a_good_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: Callable[[int], None]
+def test_a_broken_loss_is_named_with_its_step_and_the_weights_are_those_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    often = dataclasses.replace(TINY, checkpoint_seconds=0)
-    monkeypatch.setattr(train, "learning_rate", lambda s, *_, **__: 1e-3 if s < 14 else 1e36)
+    last = 0  # the step that a signal precedes
+
+    def rate(s: int, *_: Any, **__: Any) -> float:
+        if s + 1 == last:
+            signal.raise_signal(signal.SIGINT)
+        return 1e-3 if s < 14 else 1e36
+
+    monkeypatch.setattr(train, "learning_rate", rate)
     with pytest.raises(UserError) as error:
-        pretrain(often, out=tmp_path, progress=False)
-    assert "the loss is not a number in epoch 2" in str(error.value)
-    assert "--lr" in str(error.value)
-    state = Run.read(tmp_path).load_checkpoint()
-    assert state is not None
-    assert state["step"] >= 14
-    assert all(bool(value.isfinite().all()) for value in state["net"].values())
-    assert not Run.read(tmp_path).finished
-    assert [row["epoch"] for row in rows(tmp_path)] == [1]
+        pretrain(TINY, out=tmp_path / "broken", progress=False)
+    named = re.fullmatch(r"the loss is not a number in step (\d+), epoch 2 \(.*\): .* --lr, .*", str(error.value))
+    assert named is not None
+    step = int(named[1])
+    assert step in (15, 16)  # of step 15 the gradient, if not the loss of the step after it
+    assert not Run.read(tmp_path / "broken").finished
+    assert [row["epoch"] for row in rows(tmp_path / "broken")] == [1]
+    last = step - 1
+    with pytest.raises(KeyboardInterrupt):
+        pretrain(TINY, out=tmp_path / "stopped", progress=False)
+    broken, stopped = (Run.read(tmp_path / name).load_checkpoint() for name in ("broken", "stopped"))
+    assert broken is not None
+    assert stopped is not None
+    assert broken["step"] == stopped["step"] == step - 1
+    for part, value in stopped["net"].items():
+        torch.testing.assert_close(broken["net"][part], value, rtol=0, atol=0)
 
 
 # ---- the order of things ----

@@ -1,16 +1,18 @@
 """One training step: two views in one pass, the update of the weights, and the means of the terms."""
 
 import copy
+import math
 
 import pytest
 import torch
 from steps import BATCH, draw, make_step, small_net, take
-from torch import nn
+from torch import Tensor, nn
 
 from curvssl import losses
 from curvssl.config import demo
 from curvssl.data.named import load
 from curvssl.models import per_view
+from curvssl.train.step import NotFinite, Step
 
 
 def test_two_views_in_one_pass_are_what_two_passes_would_be():
@@ -67,6 +69,35 @@ def test_means_are_those_of_the_steps_since_the_last_reset():
     again = make_step("vicreg", "eager", torch.device("cpu"))
     take(again, 1)
     assert again.means()["loss"] == first
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_on_cpu_a_step_that_is_not_finite_leaves_the_weights_as_they_were(what: str):
+    class Root(nn.Module):
+        """A loss that is infinite, or has an infinite gradient where it is 0."""
+
+        def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
+            return (z0 - z0).abs().sum().sqrt() if what == "gradient" else z0.sum() / 0
+
+    step = make_step("vicreg", "eager", torch.device("cpu"), criterion=Root())
+    before = [p.detach().clone() for p in step.net.parameters()]
+    with pytest.raises(NotFinite, match=what):
+        take(step, 1)
+    assert all(torch.equal(p, old) for p, old in zip(step.net.parameters(), before, strict=True))
+    assert step.means()["loss"] == 0
+
+
+def test_the_step_in_which_the_loss_broke_is_known_afterwards(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Step, "check", lambda *_: None)  # as on a device that is not waited for
+    step = make_step("vicreg", "eager", torch.device("cpu"))
+    take(step, 3)
+    assert step.broken_for() == 0
+    with torch.no_grad():
+        next(step.net.parameters()).fill_(math.nan)
+    take(step, 1)
+    step.reset()  # the end of an epoch
+    take(step, 2)
+    assert step.broken_for() == 3
 
 
 def test_a_step_of_many_views_is_the_double_loop_over_pairs_of_single_passes():

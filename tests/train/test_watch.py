@@ -111,11 +111,12 @@ def test_a_run_that_does_not_learn_says_so_once(
 
 
 def test_a_loss_that_is_no_number_stops_and_names_what_broke():
+    row = FINE | {"loss": math.nan, "rho": math.inf}
     with pytest.raises(UserError) as error:
-        alarm(FINE | {"loss": math.nan, "rho": math.inf}, d_z=8, batch_size=40, warned=set())
+        alarm(row, d_z=8, batch_size=40, warned=set(), broken_since=lambda: 1234)
     said = str(error.value)
     assert said.startswith(
-        "the loss is not a number in epoch 3 (loss, rho): the last good checkpoint is kept; try a lower"
+        "the loss is not a number in step 1,234, epoch 3 (loss, rho): the last checkpoint is from before it; try a"
     )
 
 
