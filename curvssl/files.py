@@ -31,10 +31,16 @@ def part_of(path: Path, write: Callable[[BinaryIO], object]) -> Iterator[Path]:
         with open(part, "wb") as file:
             with contextlib.suppress(OSError):  # not every file system has locks
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            write(file)
+            try:
+                write(file)
+            except RuntimeError as error:  # torch's, on a full disk; the system's own, before it, says what happened
+                raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
             file.flush()
             os.fsync(file.fileno())
         yield part
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write that fails knows no name
+        raise
     finally:
         part.unlink(missing_ok=True)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import resource
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,6 +29,21 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_part(tmp_path: Path):
         write_atomic(file, fail)
     assert file.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_disk_that_is_full_while_a_checkpoint_is_written_is_the_systems_error_with_the_files_name(tmp_path: Path):
+    run = Run.create(tmp_path, TINY)
+    run.save_checkpoint({"step": 3})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in (5_000, 100_000, 400_500):  # of 401,000: torch's own error for it says nothing
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            with pytest.raises(OSError, match=r"File too large: '.*checkpoint-7\.pt'"):
+                run.save_checkpoint({"step": 7, "net": torch.zeros(100_000)})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoint-3.pt", "config.json", "manifest.json"]
+    assert run.load_checkpoint() == {"step": 3}
 
 
 def test_what_a_killed_writer_left_goes_and_what_a_living_one_writes_stays(tmp_path: Path):
