@@ -359,6 +359,26 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
 
         return go
 
+    def verify(paths: Positional[tuple[Path, ...]], accept: bool = False) -> Callable[[], None]:
+        """Compare every file of run directories, packs or cells with its checksum. What is damaged, missing or made
+        from something older is named, with the command that makes it again.
+
+        Args:
+            paths: run directories, packs (.npy) and results of a study (.json).
+            accept: take what is there as it is, such as a run that was made before there were checksums.
+        """
+
+        def go() -> None:
+            from curvssl.verify import verify
+
+            if not paths:
+                raise UserError("nothing was given: curvssl verify RUN…")
+            for path in paths:
+                n = verify(path, accept=accept)
+                print(f"{path}: {n} {'file is as it was' if n == 1 else 'files are as they were'} written")
+
+        return go
+
     def compare(runs: Positional[tuple[Path, ...]]) -> Callable[[], None]:
         """One table of probed runs: mean ± standard deviation over runs that differ only in their seed.
 
@@ -456,6 +476,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
         "embed": embed,
         "pack": pack,
         "data": data,
+        "verify": verify,
         "compare": compare,
         "reproduce": reproduce,
     }

@@ -203,6 +203,19 @@ class PretrainConfig(LossSettings):
 FREE = ("device", "step", "checkpoint_seconds")
 
 
+def differences(old: PretrainConfig, new: PretrainConfig) -> str:
+    """The settings that decide what is learned and differ, each with both values; empty if there are none."""
+    then, now = _flat(old.to_dict()), _flat(new.to_dict())
+    return "; ".join(f"{n} {then[n]} → {now[n]}" for n in now if then[n] != now[n] and n not in FREE)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
 def all_but_the_seed(config: dict[str, Any]) -> str:
     """A key that two configurations share if nothing that decides what is learned differs but the seed."""
     same = {name: value for name, value in config.items() if name not in ("seed", *FREE)}

@@ -6,11 +6,10 @@ from pathlib import Path
 from curvssl.config import demo
 from curvssl.data.named import load
 from curvssl.evaluate.probes import PROBES
-from curvssl.evaluate.runs import draw_map, floors_of, probe, probe_rows, table
-from curvssl.files import write_json
+from curvssl.evaluate.runs import PREDICTIONS, draw_map, floors_of, probe, probe_rows, table
 from curvssl.methods import METHODS, title_of
 from curvssl.report.collect import report
-from curvssl.rundir import Run
+from curvssl.rundir import ROOTS, Run
 from curvssl.train.loop import pretrain
 
 SEEDS = (0, 1, 2)  # of the probes
@@ -30,7 +29,8 @@ def run_demo(out: Path, *, epochs: int, pictures: bool) -> list[Run]:
     results = {title_of(run.config.method): probe(run, floors=False, seeds=SEEDS) for run in runs}
     floors = floors_of(runs[0], load("digits"), seeds=SEEDS)  # all four runs start from the same random encoder
     for run in runs:
-        write_json(run.path / "probes.json", run.read_json("probes.json") | floors)
+        of = (*ROOTS, PREDICTIONS)
+        run.keep_json("probes.json", run.read_json("probes.json") | floors, of=of, by="curvssl probe RUN")
     print(f"\nAccuracy in percent on the test digits, mean ± standard deviation over {len(SEEDS)} seeds of the probe\n")
     print(table(("", *PROBES), probe_rows(floors | results)))
     print()

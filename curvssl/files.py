@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -16,6 +17,13 @@ from curvssl.config import UserError
 
 def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file so that a crash at any moment leaves the old file or the new one, never a part."""
+    with part_of(path, write) as part:
+        os.replace(part, path)
+
+
+@contextlib.contextmanager
+def part_of(path: Path, write: Callable[[BinaryIO], object]) -> Iterator[Path]:
+    """A file that is on disk in full and takes the place of `path` when it is renamed; if it is not, it is deleted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _clear_parts(path.parent, of=re.escape(path.name))
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -23,10 +31,16 @@ def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> None:
         with open(part, "wb") as file:
             with contextlib.suppress(OSError):  # not every file system has locks
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            write(file)
+            try:
+                write(file)
+            except RuntimeError as error:  # torch's, on a full disk; the system's own, before it, says what happened
+                raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        yield part
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write that fails knows no name
+        raise
     finally:
         part.unlink(missing_ok=True)
 
@@ -47,8 +61,22 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
+    write_bytes(path, json_bytes(value))
+
+
+def json_bytes(value: Any) -> bytes:
     # A file name that is not UTF-8 has lone surrogates: \udc.., which is also how JSON writes them.
-    write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
+    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
+
+
+def set_aside(path: Path) -> Path:
+    """Give what is at this path another name, so that nothing is lost when a new file takes its place."""
+    for number in itertools.count(1):
+        kept = path.with_name(f"{path.name}.damaged" + (f".{number}" if number > 1 else ""))
+        if not os.path.lexists(kept):
+            path.rename(kept)
+            return kept
+    raise AssertionError("there is always a next number")
 
 
 def check_regular(path: str | Path) -> None:

@@ -1,5 +1,11 @@
-"""The run directory: config, metrics, checkpoints and encoder of one run. Files appear whole or not at all."""
+"""The run directory: config, metrics, checkpoints, encoder of one run, and all that is made from them.
 
+Files appear whole or not at all, and manifest.json has their checksums. To store something else that is made from a
+run: `run.keep_json` or `run.keep_arrays`, and to get it back: `run.stored_json` or `run.stored_arrays`, which give
+nothing if it has to be made again.
+"""
+
+import hashlib
 import io
 import json
 import os
@@ -8,19 +14,27 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from curvssl.config import FREE, PretrainConfig, UserError
-from curvssl.files import say, write_atomic, write_bytes, write_json
+from curvssl.config import PretrainConfig, UserError, differences
+from curvssl.files import json_bytes, say, set_aside, write_bytes
+from curvssl.manifest import Manifest, Wrong
 from curvssl.methods import OWN
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import nn
 
     from curvssl.models import Net
+
+WEIGHTS = ("projector.safetensors", "encoder.safetensors")
+ROOTS = ("config.json", "data.json", *WEIGHTS)  # all that is made from a run is made from these
+TRAINED = (*ROOTS, "own.json", "provenance.json", "metrics.jsonl", "bad-images.txt")  # and checkpoints
+AGAIN = "the same curvssl pretrain command"
 
 
 @dataclass(frozen=True)
@@ -34,18 +48,23 @@ class Run:
     def read(cls, path: str | Path) -> "Run":
         """An existing run."""
         path = Path(path)
-        file = path / "config.json"
-        if not file.exists():
+        file, manifest = path / "config.json", manifest_of(path)
+        if not manifest.exists and not file.exists():
             raise UserError(f"{path} is not a run directory: it has no config.json; give the --out of a pretraining")
         try:
-            values = json.loads(file.read_bytes())
+            values = json.loads(manifest.content("config.json") if manifest.exists else file.read_bytes())
             if not isinstance(values, dict):
                 raise TypeError("it does not hold settings")
-            return cls(path, PretrainConfig.from_dict(values))
-        except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
+            config = PretrainConfig.from_dict(values)
+        except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError) as error:
             raise UserError(f"{file} cannot be read ({error}): restore it, or use another --out") from None
+        except Wrong:
+            raise
         except UserError as error:
             raise UserError(f"{file}: {error}") from None
+        if not manifest.exists:
+            raise UserError(f"{path} has no {manifest.file.name}, as before there were any: {manifest.accepting}")
+        return cls(path, config)
 
     @classmethod
     def create(cls, path: str | Path, config: PretrainConfig) -> "Run":
@@ -53,90 +72,199 @@ class Run:
         path = Path(path)
         new = cls(path, config)
         # A run that stopped before it learned anything, perhaps because of a mistyped name, is replaced.
-        if not (path / "config.json").exists() or not (new.finished or new.checkpoints() or new.metrics()):
-            write_json(path / "config.json", config.to_dict())
+        if not any(os.path.lexists(path / name) for name in (*WEIGHTS, "metrics.jsonl")) and not new.checkpoints():
+            new.keep_json("config.json", config.to_dict(), of=(), by=AGAIN)
+        elif new.manifest.exists:
+            new.settled("config.json", config.to_dict())
+        elif not (path / "config.json").exists():
+            raise UserError(f"{path} holds files of a run, and no config.json: restore it, or use another --out")
         run = cls.read(path)
-        stored, asked = _flat(run.config.to_dict()), _flat(config.to_dict())
-        changed = [f"{n} {stored[n]} → {asked[n]}" for n in asked if stored[n] != asked[n] and n not in FREE]
-        if changed:
-            raise UserError(f"{path} holds a run with other settings ({'; '.join(changed)}): use another --out")
+        if changed := differences(run.config, config):
+            raise UserError(f"{path} holds a run with other settings ({changed}): use another --out")
         return new
+
+    # ---- files ----
+
+    @property
+    def manifest(self) -> Manifest:
+        return manifest_of(self.path)
+
+    def keep(self, name: str, write: Callable[[BinaryIO], object], *, by: str, of: Iterable[str] = ROOTS) -> Path:
+        """Write a file that was made from others of this run by a command such as "curvssl probe RUN"."""
+        self.manifest.keep(name, write, of=of, by=by)
+        return self.path / name
+
+    def keep_json(self, name: str, value: Any, *, by: str, of: Iterable[str] = ROOTS) -> Path:
+        return self.keep(name, lambda file: file.write(json_bytes(value)), by=by, of=of)
+
+    def keep_arrays(self, name: str, *, by: str, **arrays: Any) -> Path:
+        import numpy as np
+
+        return self.keep(name, lambda file: np.savez(file, **arrays), by=by)
+
+    def stored(self, name: str) -> bytes | None:
+        """A file's content; None if it has to be made again: it is missing, damaged, or of an older encoder."""
+        try:
+            return self.manifest.content(name)
+        except Wrong as wrong:
+            if wrong.reason != "is missing":
+                say(f"{wrong.path} {wrong.reason}, and is made again")
+            return None
+
+    def stored_json(self, name: str) -> dict[str, Any]:
+        """What `keep_json` wrote; empty if it has to be made again."""
+        content = self.stored(name)
+        return {} if content is None else json.loads(content)
+
+    def stored_arrays(self, name: str) -> "dict[str, np.ndarray] | None":
+        """What `keep_arrays` wrote; None if it has to be made again."""
+        from curvssl.data.arrays import arrays_in
+
+        content = self.stored(name)
+        return None if content is None else arrays_in(content, path=self.path / name)
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """A file that this command does not make again: an error if it is not as it was written, empty if there never
+        was one."""
+        if not os.path.lexists(self.path / name) and name not in self.manifest.entries():
+            return {}
+        return json.loads(self.manifest.content(name))
+
+    def settled(self, name: str, value: Any) -> dict[str, Any]:
+        """What a file holds. If it is damaged or missing and held this value, it is written again."""
+        from curvssl import ranks
+
+        try:
+            return json.loads(self.manifest.content(name))
+        except Wrong as wrong:
+            entry = self.manifest.entries().get(name)
+            if entry is None or entry["sha256"] != hashlib.sha256(json_bytes(value)).hexdigest():
+                raise
+            say(f"{wrong.path} {wrong.reason}, and is written again: it held what is known anyway")
+            if ranks.is_main():
+                self.keep_json(name, value, of=(), by=entry["by"])
+            return json.loads(json_bytes(value))
 
     # ---- metrics ----
 
     def metrics(self) -> list[dict[str, Any]]:
-        """One row per epoch, without lines that cannot be read: a crash may leave a half-written one."""
+        """One row per epoch, without lines that cannot be read: a crash may leave a half-written one.
+
+        They are in the manifest when training has ended; until then, checkpoints have a copy.
+        """
+        file = self.path / "metrics.jsonl"
+        if file.name in self.manifest.entries():
+            return [row for line in self.manifest.content(file.name).splitlines() if (row := _row(line)) is not None]
         return [row for row in self._lines() if row is not None]
 
     def _lines(self) -> list[dict[str, Any] | None]:
         """The rows of all lines, None for one that cannot be read."""
-        file = self.path / "metrics.jsonl"
-        return [_row(line) for line in (file.read_bytes().splitlines() if file.exists() else [])]
+        try:
+            return [_row(line) for line in (self.path / "metrics.jsonl").read_bytes().splitlines()]
+        except (FileNotFoundError, IsADirectoryError):
+            return []
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
-    def rewind_metrics(self, step: int) -> None:
-        """Delete the rows after the checkpoint from which training resumes, and half-written lines."""
+    def rewind_metrics(self, step: int, rows: list[dict[str, Any]] | None = None) -> None:
+        """Delete the rows after the checkpoint from which training resumes, and half-written lines.
+
+        `rows` are those that the checkpoint has. If the file has lost or changed one of them, they are written again.
+        """
         if step == 0:
             (self.path / "bad-images.txt").unlink(missing_ok=True)  # of an earlier run
+            self.manifest.forget("bad-images.txt")
+        self.manifest.forget("metrics.jsonl")
         file, lines = self.path / "metrics.jsonl", self._lines()
-        if lost := lines[:-1].count(None):  # the last one was only not finished
-            copy = file.with_suffix(".damaged.jsonl")
-            write_bytes(copy, file.read_bytes())
-            say(f"{lost} of {len(lines)} lines of {file} cannot be read and are left out; {copy.name} has them")
         kept = [json.dumps(row) + "\n" for row in lines if row is not None and row["step"] <= step]
-        write_bytes(file, "".join(kept).encode())
+        known = kept if rows is None else [json.dumps(row) + "\n" for row in rows]
+        lost = lines[:-1].count(None)  # the last one was only not finished
+        if kept != known or (lost and rows is None):
+            copy = f"; {self._copy(file)} has it as it was" if os.path.lexists(file) else ""
+            if rows is None:
+                say(f"{lost} of {len(lines)} lines of {file} cannot be read and are left out{copy}")
+            else:
+                say(f"{file} is not what it was at step {step}: it is written again from the checkpoint{copy}")
+        write_bytes(file, "".join(known).encode())
+
+    def _copy(self, file: Path) -> str:
+        if not file.is_file():
+            return set_aside(file).name
+        copy = file.with_suffix(".damaged.jsonl")
+        write_bytes(copy, file.read_bytes())
+        return copy.name
 
     # ---- checkpoints ----
 
-    def checkpoints(self) -> list[Path]:
-        """Oldest first. Other files, such as checkpoint-best.pt, are the user's own."""
-        own = (file for file in self.path.glob("checkpoint-*.pt") if re.fullmatch(r"checkpoint-[0-9]+\.pt", file.name))
+    def checkpoints(self, *, missing: bool = False) -> list[Path]:
+        """Oldest first; with `missing`, also those that only the manifest has. Other files, such as checkpoint-best.pt,
+        are the user's own."""
+        names = {file.name for file in self.path.glob("checkpoint-*.pt")}
+        names |= {*self.manifest.entries()} if missing else set()
+        own = (self.path / name for name in names if re.fullmatch(r"checkpoint-[0-9]+\.pt", name))
         return sorted(own, key=lambda file: int(file.stem.split("-")[1]))
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         import torch
 
-        write_atomic(self.path / f"checkpoint-{state['step']}.pt", lambda file: torch.save(state, file))
-        for old in self.checkpoints()[:-2]:
-            old.unlink()
+        self.keep(f"checkpoint-{state['step']}.pt", lambda file: torch.save(state, file), of=("config.json",), by=AGAIN)
+        old = self.checkpoints()[:-2]
+        for file in old:
+            file.unlink()
+        self.manifest.forget(*(file.name for file in old))
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint that is whole. One that is not is reported and kept under another name; one that the
-        system does not let us read is an error, because it may be as good as ever."""
+        """The newest checkpoint that is as it was written. One that is not is reported and kept under another name; one
+        that the system does not let us read is an error, because it may be as good as ever."""
         import torch
 
-        for file in reversed(self.checkpoints()):
+        for file in reversed(self.checkpoints(missing=True)):
             try:
-                content = file.read_bytes()
-            except OSError as error:
-                raise UserError(
-                    f"{file} cannot be read ({error.strerror or error}): mend that and start again, nothing was changed"
-                ) from None
-            try:
+                content = self.manifest.content(file.name)
                 return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-            except Exception as error:  # a damaged file can raise almost any error, an OSError too
-                kept = file.with_name(f"{file.name}.damaged")
-                say(f"{file} cannot be read ({type(error).__name__}): going back to the one before; see {kept.name}")
-                file.rename(kept)
+            except Wrong as wrong:
+                reason = wrong.reason
+            except UserError:
+                raise
+            except Exception as error:  # what was taken as it is can raise almost any error
+                reason = f"cannot be read ({type(error).__name__})"
+            there = os.path.lexists(file)
+            kept = f"; {set_aside(file).name} has it" if there else ""
+            self.manifest.forget(file.name)
+            say(f"{file} {reason}: going back to the one before{kept}")
         return None
 
     # ---- the result ----
 
     @property
     def finished(self) -> bool:
-        """Whether there is a whole encoder. If it was cut off, the same command makes it again from the checkpoint."""
-        return _whole(self.path / "encoder.safetensors") and _whole(self.path / "projector.safetensors")
+        """Whether encoder and projector are as they were written. If not, the same command makes them again."""
+        try:
+            for name in WEIGHTS:
+                self.manifest.check(name)
+        except Wrong:
+            return False
+        return True
 
     def save_net(self, net: "Net", *, channels: int) -> None:
-        """The projector is written first, because a run with an encoder counts as finished."""
+        """The encoder is written last, because a run with an encoder counts as finished."""
         from safetensors.torch import save
 
-        for name in ("projector", "encoder"):
-            weights = {k: v.detach().cpu().contiguous() for k, v in getattr(net, name).state_dict().items()}
-            write_bytes(self.path / f"{name}.safetensors", save(weights, metadata={"channels": str(channels)}))
+        if (self.path / "metrics.jsonl").exists():
+            self.manifest.record(["metrics.jsonl"], of=("config.json",), by="")
+        for file in WEIGHTS:
+            try:
+                if os.path.lexists(self.path / file):
+                    self.manifest.check(file)
+            except Wrong as wrong:
+                say(f"{wrong.path} {wrong.reason}, and is made again; {set_aside(wrong.path).name} has it as it was")
+            part = getattr(net, file.split(".")[0])
+            weights = {k: v.detach().cpu().contiguous() for k, v in part.state_dict().items()}
+            data = save(weights, metadata={"channels": str(channels)})
+            made_from = ("config.json", "data.json", *(name for name in WEIGHTS[:1] if name != file))
+            self.keep(file, lambda opened, data=data: opened.write(data), of=made_from, by=AGAIN)  # type: ignore[misc]
 
     def make_net(self, *, channels: int, encoder: "nn.Module | None" = None) -> "Net":
         """The untrained network of this run. An encoder that was given in Python must be given again."""
@@ -166,11 +294,11 @@ class Run:
         """Encoder and projector of a finished run, in eval mode; an own encoder's weights are loaded into `encoder`."""
         from safetensors.torch import load
 
-        if not self.finished:
-            raise UserError(f"{self.path} has no whole encoder.safetensors yet: run its pretraining to the end first")
+        if not any(os.path.lexists(self.path / name) for name in WEIGHTS):
+            raise UserError(f"{self.path} has no encoder.safetensors yet: run its pretraining to the end first")
         weights: dict[str, dict[str, Any]] = {}
-        for name in ("encoder", "projector"):
-            data = (self.path / f"{name}.safetensors").read_bytes()  # safe_open takes no path that is not UTF-8
+        for name in ("projector", "encoder"):
+            data = self.manifest.content(f"{name}.safetensors")
             weights[name] = load(data)
             described = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])  # its length, then JSON
             channels = int(described["__metadata__"]["channels"])
@@ -178,10 +306,6 @@ class Run:
         net.encoder.load_state_dict(weights["encoder"])
         net.projector.load_state_dict(weights["projector"])
         return net.eval()
-
-    def read_json(self, name: str) -> dict[str, Any]:
-        file = self.path / name
-        return json.loads(file.read_bytes()) if file.exists() else {}
 
 
 def load_encoder(path: str | Path, *, encoder: "nn.Module | None" = None) -> "nn.Module":
@@ -225,16 +349,8 @@ def commit() -> str | None:
         return None
 
 
-def _whole(file: Path) -> bool:
-    """Whether a safetensors file has a header, and all the bytes that the header promises."""
-    try:
-        with open(file, "rb") as opened:
-            n = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(n)) if 0 < n < file.stat().st_size else {}
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        return bool(ends) and file.stat().st_size == 8 + n + max(ends)
-    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError):
-        return False
+def manifest_of(path: Path) -> Manifest:
+    return Manifest(path / "manifest.json", path)
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
@@ -243,10 +359,3 @@ def _row(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat

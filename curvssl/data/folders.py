@@ -9,6 +9,7 @@ import hashlib
 import os
 from array import array as packed
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,10 @@ import torch
 from torch import Tensor
 
 from curvssl.config import UserError
-from curvssl.data.arrays import ArrayImages, open_array
+from curvssl.data.arrays import ArrayImages, Names, open_array
 from curvssl.data.decode import SUFFIXES, decode, header, is_image
 from curvssl.data.images import Bad, DecodedImages, Images, check_share, own_cores, why
-from curvssl.data.named import Dataset, Split, moments
+from curvssl.data.named import TIMES, Dataset, Split, moments
 from curvssl.data.order import test_split
 from curvssl.files import printable, say, write_bytes
 
@@ -30,24 +31,6 @@ SAMPLE = 1000  # images from which canvas, channels, mean and standard deviation
 
 
 # ---- a folder
-
-
-@dataclass(frozen=True)
-class Names:
-    """File names in one block of bytes. A million take about 60 MB, and forked workers share them. A list of strings
-    would be copied to every worker, because reading a string changes its reference count."""
-
-    block: bytes
-    ends: np.ndarray  # int64 (n,)
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, i: int) -> str:
-        return os.fsdecode(self.block[self.ends[i - 1] if i else 0 : self.ends[i]])
-
-    def sha256(self) -> str:
-        return hashlib.sha256(self.block + self.ends.tobytes()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -87,7 +70,17 @@ def folder(path: str, *, size: int) -> Dataset:
         raise UserError(f"{root} holds one image: pretraining compares images, so give it a folder of many")
     images = framed(root, names, size=size)
     classes, labels = classes_of(names)
-    return _dataset(f"folder:{path}", images, labels, classes, {"listing": names.sha256()})
+    return _dataset(f"folder:{path}", images, labels, classes, {"listing": names.sha256(), **states(images)})
+
+
+def states(images: FolderImages) -> dict[str, str]:
+    """Digests of the sizes of all files, and of when they were last written to: a look at each, without reading it."""
+    found = np.full((2, len(images.files)), -1, dtype=np.int64)
+    for i in range(len(images.files)):
+        with suppress(OSError):  # it will be listed as unreadable
+            state = os.stat(images.path(i))
+            found[:, i] = state.st_size, state.st_mtime_ns
+    return {name: hashlib.sha256(row.tobytes()).hexdigest() for name, row in zip(("sizes", TIMES), found, strict=True)}
 
 
 def list_images(root: Path) -> Names:
@@ -188,11 +181,10 @@ def framed(root: Path, names: Names, *, size: int) -> FolderImages:
 def array(path: str, *, size: int) -> Dataset:
     """The images of a .npy or .npz file; `size` is ignored."""
     file = Path(path).expanduser()
-    pixels, labels, classes = open_array(file)
-    if len(pixels) < 2:
-        raise UserError(f"{path} holds {len(pixels)} images: pretraining compares images, so give it many")
-    images = ArrayImages(torch.arange(len(pixels)), file, pixels)
-    return _dataset(f"array:{path}", images, labels, classes, {})
+    opened = open_array(file)
+    if len(opened.pixels) < 2:
+        raise UserError(f"{path} holds {len(opened.pixels)} images: pretraining compares images, so give it many")
+    return _dataset(f"array:{path}", ArrayImages.of(opened), opened.labels, opened.classes, opened.described())
 
 
 # ---- for folders and arrays
@@ -206,10 +198,13 @@ def canvas_of(known: dict[str, Any], *, size: int) -> int:
 def write_bad_images(path: Path, bad: Bad) -> None:
     """Write one line per bad file: its name, in its own bytes, and the error. If there is none, there is no file."""
     if bad:
-        lines = "".join(f"{printable(bad[file])}\n" for file in sorted(bad))
-        write_bytes(path, lines.encode(errors="surrogateescape"))
+        write_bytes(path, bad_lines(bad))
     else:
         path.unlink(missing_ok=True)
+
+
+def bad_lines(bad: Bad) -> bytes:
+    return "".join(f"{printable(bad[file])}\n" for file in sorted(bad)).encode(errors="surrogateescape")
 
 
 def one_name(name: str) -> Names:
@@ -225,8 +220,7 @@ def open_images(path: Path, *, canvas: int, channels: int) -> Images:
     if path.is_dir() or is_image(path.name):
         folder, names = (path, list_images(path)) if path.is_dir() else (path.parent, one_name(path.name))
         return FolderImages(torch.arange(len(names)), 1 if channels == 1 else 3, canvas, str(folder), names)
-    pixels, _, _ = open_array(path)
-    return ArrayImages(torch.arange(len(pixels)), path, pixels)
+    return ArrayImages.of(open_array(path))
 
 
 def _dataset(

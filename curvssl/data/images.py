@@ -110,7 +110,10 @@ class Images:
         )
         batch: Tensor | None = None
         filled = 0
-        for pixels, bad in _started(loader):
+        for read in _started(loader):
+            if isinstance(read, UserError):
+                raise read
+            pixels, bad = read
             self.note(bad)
             if batch is None:
                 shape = (sizes[0], *self.shape[1:])
@@ -219,15 +222,18 @@ class _Reader(torch.utils.data.Dataset):
     def __init__(self, images: Images, *, stand_ins: bool) -> None:
         self.images, self.stand_ins = images, stand_ins
 
-    def __getitems__(self, rows: list[int]) -> tuple[Tensor, Bad]:
-        return self.images.read(rows, stand_ins=self.stand_ins)
+    def __getitems__(self, rows: list[int]) -> tuple[Tensor, Bad] | UserError:
+        try:
+            return self.images.read(rows, stand_ins=self.stand_ins)
+        except UserError as error:  # raised in a worker, it would come back with the worker's traceback in its text
+            return UserError(str(error))
 
 
-def _as_read(read: Any) -> tuple[Tensor, Bad]:
+def _as_read(read: Any) -> Any:
     return read
 
 
-def _started(loader: Any) -> Iterator[tuple[Tensor, Bad]]:
+def _started(loader: Any) -> Iterator[tuple[Tensor, Bad] | UserError]:
     with warnings.catch_warnings():
         # Python 3.12 warns of a fork in a process with threads; the workers use no lock that those threads may hold.
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)

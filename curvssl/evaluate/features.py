@@ -3,23 +3,18 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from curvssl import ranks
 from curvssl.collectives import rank
 from curvssl.config import UserError
-from curvssl.data.arrays import read_arrays
-from curvssl.data.images import Images, why
+from curvssl.data.images import Images
 from curvssl.data.views import prepare
-from curvssl.files import write_atomic
 from curvssl.models import full_precision, no_search
-
-REMEDY = "delete it, and it will be made again"
+from curvssl.rundir import Run
 
 
 @dataclass(frozen=True)
@@ -113,19 +108,17 @@ def raw_pixels(images: Tensor) -> Tensor:
     return images.flatten(1).float() / 255
 
 
-def save(features: Features, path: Path) -> None:
-    """Write an npz with h and, where they exist, z, y and index."""
+def save(features: Features, run: Run, name: str) -> None:
+    """Keep an npz with h and, where they exist, z, y and index in the run."""
     arrays = {"h": features.h, "z": features.z, "y": features.y, "index": features.index}
-    kept: dict[str, Any] = {name: array.numpy() for name, array in arrays.items() if array is not None}
-    write_atomic(path, lambda file: np.savez(file, **kept))
+    kept = {key: array.numpy() for key, array in arrays.items() if array is not None}
+    run.keep_arrays(name, by="curvssl probe RUN", **kept)
 
 
-def load(path: Path) -> Features:
-    """Read a file that `save` wrote."""
-    if not path.exists():
-        raise UserError(f"{path} does not exist: make the features of this run first")
-    try:
-        arrays = {name: torch.from_numpy(array) for name, array in read_arrays(path, remedy=REMEDY).items()}
-        return Features(h=arrays["h"].float(), z=arrays.get("z"), y=arrays.get("y"), index=arrays.get("index"))
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{path} does not hold features ({why(error)}): {REMEDY}") from None
+def load(run: Run, name: str) -> Features | None:
+    """What `save` kept; None if it has to be made again."""
+    stored = run.stored_arrays(name)
+    if stored is None:
+        return None
+    arrays = {key: torch.from_numpy(array) for key, array in stored.items()}
+    return Features(h=arrays["h"], z=arrays.get("z"), y=arrays.get("y"), index=arrays.get("index"))

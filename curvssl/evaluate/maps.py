@@ -13,6 +13,7 @@ from torch import Tensor
 
 from curvssl.config import UserError
 from curvssl.files import printable, write_atomic
+from curvssl.rundir import Run
 
 N_NEIGHBORS = 15  # the paper's
 MIN_DIST = 0.1  # the paper's
@@ -48,10 +49,10 @@ def umap(features: Tensor, *, seed: int = 0) -> Tensor:
     return torch.from_numpy(xy)
 
 
-def save(xy: Tensor, path: Path, *, index: Tensor | None = None) -> None:
-    """Write an npz with xy (N, 2) and index (N,), the images' positions in their split (by default 0 … N − 1)."""
-    arrays: dict[str, Any] = {"xy": xy.numpy(), "index": np.arange(len(xy)) if index is None else index.numpy()}
-    write_atomic(path, lambda file: np.savez(file, **arrays))
+def save(xy: Tensor, run: Run, name: str, *, index: Tensor | None = None) -> None:
+    """Keep an npz with xy (N, 2) and index (N,), the images' positions in their split (by default 0 … N − 1)."""
+    places = np.arange(len(xy)) if index is None else index.numpy()
+    run.keep_arrays(name, by="curvssl map RUN", xy=xy.numpy(), index=places)
 
 
 def map_quality(

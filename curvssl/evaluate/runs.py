@@ -16,19 +16,20 @@ from curvssl.collectives import rank, world_size
 from curvssl.config import UserError, all_but_the_seed
 from curvssl.data.folders import canvas_of, open_images, write_bad_images
 from curvssl.data.images import Images
-from curvssl.data.named import Dataset, Split, describe, load_on_ranks
+from curvssl.data.named import Dataset, Split, changed_since, describe, load_on_ranks
 from curvssl.data.views import Augment, resize
 from curvssl.evaluate import features
 from curvssl.evaluate.features import Features, extract_over_ranks, raw_pixels
 from curvssl.evaluate.probes import PROBES, summary
 from curvssl.evaluate.quality import MEASURES, WINDOW_EPOCHS, agreement, verdict
-from curvssl.files import say, write_atomic, write_json
+from curvssl.files import say, write_atomic
 from curvssl.geometry import curvature
 from curvssl.methods import title_of
 from curvssl.models import full_precision
-from curvssl.rundir import Run
+from curvssl.rundir import ROOTS, Run
 
 SPLITS = ("train", "test")
+PREDICTIONS = "predictions-test.npz"
 PIXELS = 32
 QUALITY_IMAGES = 25_600  # as RankMe was published; a larger training split is sampled at random, with a fixed seed
 LIDAR_IMAGES, LIDAR_VIEWS = 1_000, 10  # of those. LiDAR's authors take 50 views, which costs as much as 50,000 images
@@ -37,19 +38,17 @@ LIDAR_IMAGES, LIDAR_VIEWS = 1_000, 10  # of those. LiDAR's authors take 50 views
 def dataset_of(run: Run, *, source: str = "auto") -> Dataset:
     """The data of a run, with the mean and standard deviation that its training used."""
     data = load_on_ranks(run.config.dataset, source=source, size=run.config.image_size)
-    known = run.read_json("data.json")
-    if known and known["sha256"] != data.sha256:
-        raise UserError(
-            f"{data.name} has changed since {run.path} was trained ({known['images']:,} training images then, "
-            f"{len(data.train.images):,} now): restore it, or pretrain again"
-        )
-    return dataclasses.replace(data, mean=tuple(known["mean"]), std=tuple(known["std"])) if known else data
+    known = run.settled("data.json", describe(data))
+    if why := changed_since(known, data):
+        raise UserError(f"{data.name} has changed since {run.path} was trained ({why}): restore it, or pretrain again")
+    return dataclasses.replace(data, mean=tuple(known["mean"]), std=tuple(known["std"]))
 
 
 def features_of(run: Run, data: Dataset, split: str) -> Features:
     """h, z and labels of one split, computed once and stored in the run; each rank computes a share."""
-    path = run.path / f"features-{split}.npz"
-    if not ranks.from_main(path.exists()):
+    name = f"features-{split}.npz"
+    stored = ranks.from_main(features.load(run, name) if ranks.is_main() else None)
+    if stored is None:
         net = run.load_net()
         part = getattr(data, split)
         made = extract_over_ranks(
@@ -63,9 +62,9 @@ def features_of(run: Run, data: Dataset, split: str) -> Features:
             device=here(),
         )
         if ranks.is_main():
-            features.save(made, path)
-        ranks.wait()
-    return features.load(path)
+            features.save(made, run, name)
+        return made
+    return stored
 
 
 def probe(run: Run, *, source: str = "auto", seeds: Sequence[int] = (0, 1, 2), floors: bool = True) -> dict[str, Any]:
@@ -78,11 +77,11 @@ def probe(run: Run, *, source: str = "auto", seeds: Sequence[int] = (0, 1, 2), f
                 f"curvssl map {run.path} needs none: it colours by curvature"
             )
         train, test = (features_of(run, data, split) for split in SPLITS)
-        results = probe_features(train, test, seeds=seeds, classes=len(data.classes), predictions=run.path)
+        results = probe_features(train, test, seeds=seeds, classes=len(data.classes), keep_in=run)
         if floors:
             results |= floors_of(run, data, seeds=seeds)
         if ranks.is_main():
-            write_json(run.path / "probes.json", results)
+            run.keep_json("probes.json", results, of=(*ROOTS, PREDICTIONS), by="curvssl probe RUN")
         return results
 
 
@@ -109,9 +108,9 @@ def pixels_of(part: Split) -> Features:
 
 
 def probe_features(
-    train: Features, test: Features, *, seeds: Sequence[int], classes: int, predictions: Path | None = None
+    train: Features, test: Features, *, seeds: Sequence[int], classes: int, keep_in: Run | None = None
 ) -> dict[str, Any]:
-    """{probe: summary}; each rank computes some probes. Predictions for the test images go to the folder, if given."""
+    """{probe: summary}; each rank computes some probes. Predictions for the test images are kept in a run, if given."""
     assert train.y is not None
     assert test.y is not None
     mine = list(PROBES)[rank() :: world_size()]
@@ -119,13 +118,13 @@ def probe_features(
         {name: PROBES[name](train.h, train.y, test.h, test.y, classes=classes, seeds=tuple(seeds)) for name in mine}
     )
     merged = {name: part[name] for name in PROBES for part in results if name in part}
-    if predictions is not None and ranks.is_main():
+    if keep_in is not None and ranks.is_main():
         arrays = {
             f"{name}_{what}": getattr(r, what).numpy()
             for name, r in merged.items()
             for what in ("predictions", "confidence")
         }
-        write_atomic(predictions / "predictions-test.npz", lambda file: np.savez(file, **arrays))
+        keep_in.keep_arrays(PREDICTIONS, by="curvssl probe RUN", **arrays)
     return {name: summary(result) for name, result in merged.items()}
 
 
@@ -142,14 +141,15 @@ def draw_map(run: Run, *, of: str = "h", split: str = "test", source: str = "aut
     assert values is not None
     stem = run.path / f"map-{of}-{split}"
     xy = maps.umap(values, seed=seed)
-    maps.save(xy, stem.with_name(stem.name + ".npz"), index=made.index)
+    maps.save(xy, run, f"{stem.name}.npz", index=made.index)
     title = f"{title_of(run.config.method)} on {data.name}, {of} of the {split} images"
     if made.y is None:
         say(f"{data.name} has no labels: the map is coloured by curvature")
         scores = curvature(values, k=min(run.config.k, len(values) - 1))
-        png, _ = maps.draw(xy, values=scores, values_name="curvature, Eq. (6)", title=title, out=stem)
+        png, pdf = maps.draw(xy, values=scores, values_name="curvature, Eq. (6)", title=title, out=stem)
     else:
-        png, _ = maps.draw(xy, labels=made.y, classes=data.classes, title=title, out=stem)
+        png, pdf = maps.draw(xy, labels=made.y, classes=data.classes, title=title, out=stem)
+    run.manifest.record([png.name, pdf.name], of=ROOTS, by="curvssl map RUN")
     return png
 
 
@@ -172,7 +172,7 @@ def quality(run: Run, *, source: str = "auto") -> dict[str, Any]:
         "untrained": {name: value if math.isfinite(value) else None for name, value in untrained.items()},
         "verdict": verdict(found, untrained, h=h, agreed=statistics.fmean(ends) if ends else math.nan),
     }
-    write_json(run.path / "quality.json", results)
+    run.keep_json("quality.json", results, by="curvssl quality RUN")
     return results
 
 
@@ -227,7 +227,7 @@ def embed(run: Run, images: Path, *, out: Path) -> Features:
     """
     with ranks.ranks(best_device()):
         net = run.load_net()
-        known = run.read_json("data.json") or describe(dataset_of(run))
+        known = run.stored_json("data.json") or describe(dataset_of(run))
         size, channels = run.config.image_size, known["channels"]
         pixels = open_images(images, canvas=canvas_of(known, size=size), channels=channels)
         if max(3, pixels.shape[1]) != max(3, channels):

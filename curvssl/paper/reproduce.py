@@ -4,7 +4,6 @@ Each finished cell is one JSON in results/STUDY/, with its provenance, and is no
 over many sessions and machines. Tables and figures are made from the JSON alone.
 """
 
-import json
 import math
 import os
 import re
@@ -19,12 +18,13 @@ from typing import Any
 
 import torch
 
-from curvssl.config import PretrainConfig, unknown
+from curvssl.config import PretrainConfig, UserError, differences, unknown
 from curvssl.data.order import hold_out
 from curvssl.evaluate.features import Features, load
 from curvssl.evaluate.maps import COLOURS
 from curvssl.evaluate.runs import dataset_of, features_of, probe, probe_features, spread, table
 from curvssl.files import Busy, lock, say, write_json
+from curvssl.manifest import seal, sealed
 from curvssl.methods import METHODS, title_of
 from curvssl.paper import figures
 from curvssl.paper.studies import SEEDS, study_of
@@ -91,7 +91,8 @@ def to_do(name: str, *, results: Path, only: str = "") -> list[str]:
     study = study_of(name)
     if not any(only in cell for cell in study):
         raise unknown("cell", only, study)
-    return [cell for cell in study if only in cell and not (results / name / f"{cell}.json").exists()]
+    done = read_results(name, results=results)
+    return [cell for cell in study if only in cell and cell not in done]
 
 
 def finish_cell(study: str, cell: str, config: PretrainConfig, *, results: Path, run_path: Path, source: str) -> None:
@@ -101,19 +102,17 @@ def finish_cell(study: str, cell: str, config: PretrainConfig, *, results: Path,
     seconds = time.monotonic() - started
     made = provenance(device=run.read_json("provenance.json")["device"])
     made |= {key: run.read_json("provenance.json").get(key) for key in ("data_sha256", "seconds")}
-    write_json(
-        results / study / f"{cell}.json",
-        {
-            "study": study,
-            "cell": cell,
-            "config": config.to_dict(),
-            "judged_on": "held-out training images" if config.holdout else "test images",
-            "probes": probes,
-            "curves": thin(run.metrics()),
-            "seconds_with_probes": seconds,
-            "provenance": made,
-        },
-    )
+    value = {
+        "study": study,
+        "cell": cell,
+        "config": config.to_dict(),
+        "judged_on": "held-out training images" if config.holdout else "test images",
+        "probes": probes,
+        "curves": thin(run.metrics()),
+        "seconds_with_probes": seconds,
+        "provenance": made,
+    }
+    write_json(results / study / f"{cell}.json", seal(value))
 
 
 def judge(run: Run, *, source: str) -> dict[str, Any]:
@@ -141,19 +140,20 @@ def to_map(name: str, *, results: Path) -> list[str]:
 def map_cells(name: str, *, results: Path, runs: Path) -> None:
     """UMAP of the features in finished runs, which may come from a machine without umap-learn."""
     for cell in to_map(name, results=results):
-        file = runs / name / cell / "features-test.npz"
-        if not file.exists():
+        folder = runs / name / cell
+        if not (folder / "features-test.npz").exists():
             continue
         if find_spec("umap") is None:
-            say(f"{cell} has no map yet: that needs umap-learn; copy {file.parent} to where that is, and go on there")
+            say(f"{cell} has no map yet: that needs umap-learn; copy {folder} to where that is, and go on there")
             continue
-        stored = load(file)
-        assert stored.y is not None
-        classes = Run.read(runs / name / cell).read_json("data.json")["classes"]
-        record = figures.map_record(stored.h, stored.y, classes=classes)
-        write_json(
-            results / name / "maps" / f"{cell}.json", {"cell": cell} | record | {"provenance": provenance(device="cpu")}
-        )
+        run = Run.read(folder)
+        data = dataset_of(run) if (stored := load(run, "features-test.npz")) is None else None
+        made = stored if data is None else features_of(run, data, "test")
+        assert made is not None
+        assert made.y is not None
+        record = figures.map_record(made.h, made.y, classes=run.read_json("data.json")["classes"])
+        value = {"cell": cell} | record | {"provenance": provenance(device="cpu")}
+        write_json(results / name / "maps" / f"{cell}.json", seal(value))
 
 
 def thin(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -166,9 +166,17 @@ def thin(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read_results(name: str, *, results: Path) -> dict[str, dict[str, Any]]:
-    """{cell: its JSON} of the finished cells."""
-    files = {cell: results / name / f"{cell}.json" for cell in study_of(name)}
-    return {cell: json.loads(file.read_bytes()) for cell, file in files.items() if file.exists()}
+    """{cell: its JSON} of the finished cells. One that is damaged, or of other settings, is an error."""
+    found = {}
+    for cell, config in study_of(name).items():
+        file, again = results / name / f"{cell}.json", f"curvssl reproduce --study {name} --only {cell}"
+        if os.path.lexists(file):
+            remedy = f"restore it, or delete it and run {again}"
+            value = sealed(file, remedy=remedy)
+            if changed := differences(PretrainConfig.from_dict(value["config"]), config):
+                raise UserError(f"{file} has other settings than the study ({changed}): {remedy}")
+            found[cell] = value
+    return found
 
 
 def status(name: str, *, results: Path) -> str:
@@ -262,7 +270,8 @@ def draw_figures(name: str, *, results: Path) -> list[Path]:
         out = results / "figures" / f"curves-{name}-{dataset}"
         drawn.append(figures.draw_curves(curves, keys=CURVES, title=title, out=out, style=style)[0])
         files = {method: results / name / "maps" / f"{dataset}-{method}-seed{SEEDS[0]}.json" for method in PICTURED}
-        records = {title_of(m): json.loads(file.read_bytes()) for m, file in files.items() if file.exists()}
+        remedy = f"restore it, or delete it and run curvssl reproduce --study {name}"
+        records = {title_of(m): sealed(file, remedy=remedy) for m, file in files.items() if os.path.lexists(file)}
         if records:
             title, out = f"UMAP of h, {dataset}, test images", results / "figures" / f"umap-{name}-{dataset}"
             drawn.append(figures.draw_maps(records, title=title, out=out)[0])

@@ -12,14 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvssl.data.arrays import read_arrays
 from curvssl.data.images import Images
 from curvssl.data.named import Dataset
 from curvssl.data.views import Augment
 from curvssl.evaluate import maps
-from curvssl.evaluate.features import REMEDY
-from curvssl.evaluate.runs import best_device, dataset_of, features_of, probe
-from curvssl.files import write_atomic
+from curvssl.evaluate.runs import PREDICTIONS, best_device, dataset_of, features_of, probe
 from curvssl.geometry import curvature, nearest_neighbors
 from curvssl.kernels import unit
 from curvssl.report.page import (
@@ -39,6 +36,7 @@ from curvssl.report.seen import first_step
 from curvssl.rundir import Run
 
 REFERENCE = 5_000  # outliers of a larger set are sought among every second, third, … row: time grows as N · REFERENCE
+JUDGED = {"predicted": "predictions", "confidence": "confidence"}  # what the page calls them, and the linear probe
 LIMIT = 60_000  # images on a map; a larger split is sampled at random, with a fixed seed
 
 
@@ -61,9 +59,10 @@ def collect(run: Run, *, source: str = "auto", points: bool = True) -> RunData:
     """All data of a run that the page shows; without `points`, only its numbers."""
     data = dataset_of(run, source=source)
     labelled = data.train.labels is not None and data.test.labels is not None
-    probes = run.read_json("probes.json")
-    if labelled and not (probes and (run.path / "predictions-test.npz").exists()):
+    probes, judgements = run.stored_json("probes.json"), run.stored_arrays(PREDICTIONS) if labelled else None
+    if labelled and not (probes and judgements):
         probes = probe(run, source=source)
+        judgements = run.stored_arrays(PREDICTIONS)
     numbers: dict[str, Any] = {
         "name": run.path.resolve().name,
         "config": run.config.to_dict(),
@@ -89,9 +88,8 @@ def collect(run: Run, *, source: str = "auto", points: bool = True) -> RunData:
     neighbors = nearest_neighbors(h, k=min(NEIGHBORS, len(h) - 1))
     distances, cosines = edges_of(h, neighbors)
     judged: dict[str, np.ndarray] = {}
-    if labelled:
-        file = read_arrays(run.path / "predictions-test.npz", remedy=REMEDY)
-        judged = {"predicted": file["linear_predictions"][rows], "confidence": file["linear_confidence"][rows]}
+    if judgements is not None:
+        judged = {key: judgements[f"linear_{what}"][rows] for key, what in JUDGED.items()}
     made = Points(
         xy=map_of(run, h, place[rows]).numpy(),
         curvature=curvature_of_views(run, data, images, place[rows]).numpy(),
@@ -141,13 +139,12 @@ def edges_of(h: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
 
 def map_of(run: Run, h: Tensor, index: Tensor) -> Tensor:
     """UMAP of h, (N, 2): taken from the run directory if the stored one has the same images."""
-    path = run.path / "map-h-test.npz"
-    if path.exists():
-        file = read_arrays(path, remedy=REMEDY)
-        if np.array_equal(file["index"], index):
-            return torch.from_numpy(file["xy"])
+    name = "map-h-test.npz"
+    stored = run.stored_arrays(name)
+    if stored is not None and np.array_equal(stored["index"], index):
+        return torch.from_numpy(stored["xy"])
     xy = maps.umap(h)
-    maps.save(xy, path, index=index)
+    maps.save(xy, run, name, index=index)
     return xy
 
 
@@ -158,11 +155,10 @@ def curvature_of_views(run: Run, data: Dataset, images: Images, index: Tensor) -
     So that runs can be compared, neighbours are sought among all N images, not in a batch, and no method uses a kernel.
     The views have a fixed seed; the scores are stored in the run directory.
     """
-    path = run.path / "views-test.npz"
-    if path.exists():
-        file = read_arrays(path, remedy=REMEDY)
-        if np.array_equal(file["index"], index):
-            return torch.from_numpy(file["curvature"])
+    name = "views-test.npz"
+    stored = run.stored_arrays(name)
+    if stored is not None and np.array_equal(stored["index"], index):
+        return torch.from_numpy(stored["curvature"])
     device = best_device()
     net = run.load_net().to(device)
     config = run.config
@@ -175,7 +171,7 @@ def curvature_of_views(run: Run, data: Dataset, images: Images, index: Tensor) -
             view.append(net.projector(net.encoder(augment(batch.to(device), u.to(device)))).float())
     k = min(config.k, len(index) - 1)
     scores = torch.stack([curvature(torch.cat(view), k=k) for view in views]).cpu()
-    write_atomic(path, lambda file: np.savez(file, index=index.numpy(), curvature=scores.numpy()))
+    run.keep_arrays(name, by="curvssl report RUN", index=index.numpy(), curvature=scores.numpy())
     return scores
 
 

@@ -24,17 +24,17 @@ from curvssl import ranks
 from curvssl.collectives import rank, world_size
 from curvssl.config import AugmentConfig, PretrainConfig, UserError
 from curvssl.data import memory
-from curvssl.data.folders import write_bad_images
+from curvssl.data.folders import bad_lines
 from curvssl.data.images import TensorImages
-from curvssl.data.named import Dataset, check_on_ranks, describe, load_on_ranks
+from curvssl.data.named import Dataset, changed_since, check_on_ranks, describe, load_on_ranks
 from curvssl.data.order import batches, hold_out, mix
 from curvssl.data.own import own_images
 from curvssl.data.views import Augment, Views
-from curvssl.files import lock, write_json
+from curvssl.files import lock
 from curvssl.losses import TURNS, Chord, Loss, Sum, Turn
 from curvssl.methods import METHODS, OWN
 from curvssl.models import full_precision
-from curvssl.rundir import Run, provenance
+from curvssl.rundir import AGAIN, Run, provenance
 from curvssl.train import watch
 from curvssl.train.own import keep_own
 from curvssl.train.step import NotFinite, Step, make_optimizer
@@ -175,8 +175,8 @@ def _train(
     facts |= {"data_sha256": data.sha256, "images": len(fit), "images_per_epoch": steps_per_epoch * config.batch_size}
     facts |= {"ranks": world, "images_in_memory": images is not None}
     if main:
-        run.rewind_metrics(done)
-        write_json(run.path / "provenance.json", facts)
+        run.rewind_metrics(done, rows=None if state is None else state.get("metrics"))
+        run.keep_json("provenance.json", facts, of=(), by="")
 
     def save(seconds: float) -> None:
         state = (*net.parameters(), *net.buffers(), *criterion.parameters())
@@ -191,6 +191,7 @@ def _train(
                 "criterion": criterion.state_dict(),
                 "sums": step.sums,
                 "count": step.count,
+                "metrics": written,
             }
         )
 
@@ -233,7 +234,7 @@ def _train(
         unreadable = pool.exchange_bad()
         if main:
             if unreadable:  # a resumed run may not have come to them again yet
-                write_bad_images(run.path / "bad-images.txt", unreadable)
+                run.keep("bad-images.txt", lambda file: file.write(bad_lines(unreadable)), of=(), by="")
             run.append_metrics(row)
             written.append(row)
             chart(row)
@@ -273,8 +274,9 @@ def _train(
             if stop:
                 raise Stopped((signals or [signal.SIGTERM])[0])
     if main:
+        facts["seconds"] = seconds + time.monotonic() - started
+        run.keep_json("provenance.json", facts, of=(), by="")
         run.save_net(net, channels=channels)
-        write_json(run.path / "provenance.json", facts | {"seconds": seconds + time.monotonic() - started})
 
 
 # ---- helpers of the loop ----
@@ -352,13 +354,10 @@ def make_step(mode: str, *, net: nn.Module, device: torch.device, **parts: Any) 
 
 def keep_description(run: Run, data: Dataset, *, new: bool) -> None:
     """Write data.json: what users of the encoder need to know about the data. A run is not resumed with other data."""
-    known, now = run.read_json("data.json"), describe(data)
-    if not new and known and known["sha256"] != now["sha256"]:
-        raise UserError(
-            f"{data.name} has changed since {run.path} began ({known['images']:,} training images then, "
-            f"{now['images']:,} now): restore it, or use another --out"
-        )
-    write_json(run.path / "data.json", now)
+    if new:
+        run.keep_json("data.json", describe(data), of=(), by=AGAIN)
+    elif why := changed_since(run.settled("data.json", describe(data)), data):
+        raise UserError(f"{data.name} has changed since {run.path} began ({why}): restore it, or use another --out")
 
 
 def learning_rate(s: int, config: PretrainConfig, *, steps_per_epoch: int) -> float:

@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from curvssl.config import UserError
-from curvssl.files import write_json
 from curvssl.rundir import Run
 
 FILE = "own.json"
@@ -36,11 +35,11 @@ def described(module: nn.Module) -> dict[str, str]:
 def keep_own(run: Run, parts: dict[str, nn.Module | None], *, new: bool) -> None:
     """Record what was given, or refuse to resume with something else."""
     now = {name: described(part) for name, part in parts.items() if part is not None}
-    known: dict[str, dict[str, Any]] = run.read_json(FILE)
     if new:
-        if now or known:
-            write_json(run.path / FILE, now)
+        if now or FILE in run.manifest.entries():
+            run.keep_json(FILE, now, of=(), by="")
         return
+    known: dict[str, dict[str, Any]] = run.settled(FILE, now) if now else {}
     for name in now:
         then = known.get(name, {})
         changed = [key for key in (then | now[name]) if then.get(key) != now[name].get(key)]

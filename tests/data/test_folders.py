@@ -337,11 +337,11 @@ def test_the_channels_are_found(shape: tuple[int, ...], found: tuple[int, ...], 
     pixels = noise(*shape)
     path = tmp_path / f"x{suffix}"
     np.save(path, pixels) if suffix == ".npy" else np.savez(path, images=pixels, labels=np.arange(5) % 2)
-    opened, labels, classes = open_array(path)
-    assert opened.shape == found
+    opened = open_array(path)
+    assert opened.pixels.shape == found
     channels = pixels[:, None] if len(shape) == 3 else pixels if shape == found else np.moveaxis(pixels, 3, 1)
-    assert np.array_equal(opened, channels)
-    assert (labels is None, classes) == ((True, ()) if suffix == ".npy" else (False, ("0", "1")))
+    assert np.array_equal(opened.pixels, channels)
+    assert (opened.labels is None, opened.classes) == ((True, ()) if suffix == ".npy" else (False, ("0", "1")))
     train = load(f"array:{path}").train
     assert torch.cat(list(train.images.split(2))).equal(torch.from_numpy(channels[split_of(5)[0].numpy()].copy()))
 
@@ -427,13 +427,19 @@ def test_packing_leaves_out_what_cannot_be_read_and_keeps_labels_in_step(tmp_pat
     truncate(tmp_path / "in" / "a" / "00.png")
     truncate(tmp_path / "in" / "b" / "21.png")
     out, shape = pack(tmp_path / "in", tmp_path / "out.npy", size=224, progress=False)
-    pixels, labels, classes = open_array(out)
+    found = open_array(out)
+    pixels, labels, classes = found.pixels, found.labels, found.classes
     assert shape == pixels.shape == (38, 1, 6, 6)
     assert isinstance(pixels.base, np.memmap) or isinstance(pixels, np.memmap)
     assert labels is not None
     assert [classes[label] for label in labels] == ["ab"[int(value) % 2] for value in pixels[:, 0, 0, 0]]
     assert [line[:8] for line in (tmp_path / "out.bad-images.txt").read_text().splitlines()] == ["a/00.png", "b/21.png"]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["in", "out.bad-images.txt", "out.labels.npz", "out.npy"]
+    assert found.files is not None
+    names = [found.files[i] for i in range(38)]
+    assert names == sorted(f"{'ab'[i % 2]}/{i:02}.png" for i in range(40) if i not in (0, 21))
+    assert [int(name[2:4]) for name in names] == pixels[:, 0, 0, 0].tolist()
+    beside = ["in", "out.bad-images.txt", "out.labels.npz", "out.manifest.json", "out.npy"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == beside
 
 
 def test_a_pack_never_has_the_labels_of_an_earlier_one(tmp_path: Path):
@@ -449,7 +455,8 @@ def test_a_pack_never_has_the_labels_of_an_earlier_one(tmp_path: Path):
         pack(tmp_path / "broken", out, size=224, progress=False)
     assert (out.read_bytes(), out.with_suffix(".labels.npz").read_bytes()) == before
     pack(tmp_path / "flat", out, size=224, progress=False)
-    pixels, labels, _ = open_array(out)
+    found = open_array(out)
+    pixels, labels = found.pixels, found.labels
     assert sorted(pixels[:, 0, 0, 0]) == list(range(100, 140))
     assert labels is None
 
@@ -501,7 +508,9 @@ def test_without_labels_probes_say_so_and_maps_show_curvature(
 def test_a_folder_that_has_changed_is_not_taken_for_the_same(in_memory: Run, digits: Path, tmp_path: Path):
     extra = save(digits / "class 0" / "extra.png", noise(8, 8))
     try:
-        with pytest.raises(UserError, match=r"has changed since .* was trained \(216 training images then, 217 now\)"):
+        with pytest.raises(
+            UserError, match=r"changed since .* trained \(listing, .*; 216 training images then, 217 now\)"
+        ):
             probe(in_memory)
     finally:
         extra.unlink()

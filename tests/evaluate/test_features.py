@@ -5,12 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pipeline import TINY
 from torch import Tensor, nn
 
 from curvssl.config import UserError
 from curvssl.data.images import TensorImages
 from curvssl.data.views import prepare
 from curvssl.evaluate.features import Features, extract, load, raw_pixels, save
+from curvssl.rundir import Run
 
 VIEW = {"size": 8, "mean": (0.5,) * 3, "std": (0.25,) * 3}
 
@@ -107,26 +109,29 @@ def test_raw_pixels_are_the_bytes_over_255():
 def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path, whole: bool):
     h, z, y = torch.randn(5, 3), torch.randn(5, 2), torch.arange(5)
     features = Features(h, z, y) if whole else Features(h)
-    save(features, tmp_path / "features-test.npz")
-    again = load(tmp_path / "features-test.npz")
+    run = Run.create(tmp_path, TINY)
+    save(features, run, "features-test.npz")
+    again = load(run, "features-test.npz")
+    assert again is not None
     assert torch.equal(again.h, h)
     for ours, theirs in ((again.z, features.z), (again.y, features.y)):
         assert (ours is None and theirs is None) or torch.equal(ours, theirs)
     assert sorted(np.load(tmp_path / "features-test.npz").files) == (["h", "y", "z"] if whole else ["h"])
-    assert [p.name for p in tmp_path.iterdir()] == ["features-test.npz"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "features-test.npz", "manifest.json"]
 
 
-def test_a_missing_a_truncated_and_a_foreign_file_are_named_in_one_line(tmp_path: Path):
-    path = tmp_path / "features-test.npz"
-    with pytest.raises(UserError, match="does not exist"):
-        load(path)
-    save(Features(torch.randn(50, 30)), path)
+def test_a_missing_a_truncated_and_a_foreign_file_are_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run, path = Run.create(tmp_path, TINY), tmp_path / "features-test.npz"
+    assert load(run, path.name) is None
+    save(Features(torch.randn(50, 30)), run, path.name)
+    assert load(run, path.name) is not None
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(UserError, match="delete it, and it will be made again"):
-        load(path)
-    np.savez(path, other=np.zeros(3))
-    with pytest.raises(UserError, match="delete it, and it will be made again"):
-        load(path)
+    assert load(run, path.name) is None
+    np.savez(path, h=np.zeros((50, 30), dtype=np.float32))
+    assert load(run, path.name) is None
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all("features-test.npz has changed since it was written" in line for line in lines)
 
 
 @pytest.mark.gpu

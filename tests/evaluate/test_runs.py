@@ -1,7 +1,6 @@
 """Evaluation of run directories: features, probes, comparisons, maps."""
 
 import dataclasses
-import json
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from curvssl.evaluate.probes import PROBES
 from curvssl.evaluate.quality import MEASURES
 from curvssl.rundir import Run
 from curvssl.train.loop import pretrain
+from curvssl.verify import verify
 
 ONCE = dataclasses.replace(TINY, method="vicreg", epochs=1, warmup_epochs=0)
 
@@ -35,8 +35,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Run]]:
 def probed_runs(where: Path) -> list[Run]:
     made = [pretrain(dataclasses.replace(ONCE, seed=s), out=where / f"seed{s}", progress=False) for s in (0, 1)]
     # The second has another setting that does not change the result.
-    config = json.loads((made[1].path / "config.json").read_text()) | {"checkpoint_seconds": 7.0}
-    (made[1].path / "config.json").write_text(json.dumps(config))
+    config = dataclasses.replace(made[1].config, checkpoint_seconds=7.0)
+    made[1].keep_json("config.json", config.to_dict(), by="")
+    verify(made[1].path, accept=True)
     runs = [Run.read(run.path) for run in made]
     (where / "weights").write_bytes(b"".join(weights(runs[0].path)))
     evaluate.probe(runs[0], seeds=(0, 1))
@@ -115,7 +116,7 @@ def test_runs_that_differ_in_their_seed_alone_are_one_row_with_mean_and_deviatio
 
 def test_other_settings_are_another_row(runs: list[Run], tmp_path: Path):
     longer = Run.create(tmp_path, dataclasses.replace(ONCE, epochs=3))
-    (tmp_path / "probes.json").write_text((runs[0].path / "probes.json").read_text())
+    longer.keep_json("probes.json", runs[0].read_json("probes.json"), by="")
     assert [row[2] for row in evaluate.compare([*runs, longer])] == ["2", "1"]
 
 
@@ -162,9 +163,7 @@ def test_a_run_that_was_probed_before_there_was_a_probe_is_compared_by_the_other
     probed = runs[0]
     known = probed.read_json("probes.json")
     for name, kept in (("old", {"linear": known["linear"]}), ("new", known)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text((probed.path / "config.json").read_text())
-        (tmp_path / name / "probes.json").write_text(json.dumps(kept))
+        Run.create(tmp_path / name, probed.config).keep_json("probes.json", kept, by="")
     (row,) = evaluate.compare([Run.read(tmp_path / "old")])
     assert row[3:] == [f"{known['linear']['mean']:.1f}", "–", "–"]
     (row,) = evaluate.compare(Run.read(tmp_path / name) for name in ("old", "new"))

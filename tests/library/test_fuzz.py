@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from fuzz import CHECKS, run  # noqa: E402
+from fuzz import CHECKS, run
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of the detector, that it has fewer points than neighbours

@@ -11,6 +11,7 @@ from scipy import stats
 from curvssl.cli import main
 from curvssl.config import PretrainConfig, demo, paper_cifar10, paper_mnist
 from curvssl.files import lock
+from curvssl.manifest import seal
 from curvssl.paper import reproduce, studies
 
 
@@ -26,7 +27,7 @@ def write_cell(results: Path, cell: str, config: PretrainConfig, accuracy: float
     found = {"config": config.to_dict(), "probes": probes, "seconds_with_probes": 60.0, "curves": curves}
     path = results / f"{cell}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(seal(found)))
 
 
 def test_the_faithful_study_is_the_papers_eight_cells_with_three_seeds_each():

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import resource
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,6 +29,21 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_part(tmp_path: Path):
         write_atomic(file, fail)
     assert file.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_disk_that_is_full_while_a_checkpoint_is_written_is_the_systems_error_with_the_files_name(tmp_path: Path):
+    run = Run.create(tmp_path, TINY)
+    run.save_checkpoint({"step": 3})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in (5_000, 100_000, 400_500):  # of 401,000: torch's own error for it says nothing
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            with pytest.raises(OSError, match=r"File too large: '.*checkpoint-7\.pt'"):
+                run.save_checkpoint({"step": 7, "net": torch.zeros(100_000)})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoint-3.pt", "config.json", "manifest.json"]
+    assert run.load_checkpoint() == {"step": 3}
 
 
 def test_what_a_killed_writer_left_goes_and_what_a_living_one_writes_stays(tmp_path: Path):
@@ -85,7 +101,7 @@ def test_what_is_not_a_run_says_so(tmp_path: Path):
     with pytest.raises(UserError, match=r"is not a run directory: it has no config\.json"):
         Run.read(tmp_path)
     Run.create(tmp_path, TINY)
-    with pytest.raises(UserError, match=r"has no whole encoder\.safetensors yet: run its pretraining to the end"):
+    with pytest.raises(UserError, match=r"has no encoder\.safetensors yet: run its pretraining to the end"):
         curvssl.load_encoder(tmp_path)
 
 
@@ -129,7 +145,7 @@ def test_the_last_two_checkpoints_are_kept_and_a_truncated_one_falls_back(
     assert state is not None
     assert state["step"] == 10
     assert torch.equal(state["net"], torch.full((1000,), 10.0))
-    assert "checkpoint-11.pt cannot be read" in capsys.readouterr().err
+    assert "checkpoint-11.pt has changed since it was written" in capsys.readouterr().err
     names = sorted(file.name for file in tmp_path.glob("*checkpoint*"))
     assert names == ["checkpoint-10.pt", "checkpoint-11.pt.damaged"]  # nothing is deleted
 
@@ -137,8 +153,8 @@ def test_the_last_two_checkpoints_are_kept_and_a_truncated_one_falls_back(
 def test_a_checkpoint_that_the_system_does_not_let_us_read_stops_the_run_and_stays(tmp_path: Path):
     run = Run.create(tmp_path, TINY)
     run.save_checkpoint({"step": 3})
-    (tmp_path / "checkpoint-7.pt").mkdir()  # reading a folder is a real OSError, for root as well
-    with pytest.raises(UserError, match=r"checkpoint-7.pt cannot be read .*: mend that and start again, nothing was"):
+    (tmp_path / "checkpoint-7.pt").symlink_to("checkpoint-7.pt")  # a real OSError, for root as well
+    with pytest.raises(UserError, match=r"checkpoint-7.pt cannot be read .*: mend that; nothing was changed"):
         run.load_checkpoint()
     assert sorted(file.name for file in tmp_path.glob("checkpoint*")) == ["checkpoint-3.pt", "checkpoint-7.pt"]
 

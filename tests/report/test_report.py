@@ -761,7 +761,7 @@ def test_a_run_directory_becomes_a_page(browser: Any, tmp_path: Path) -> None:
     config = dataclasses.replace(demo(), epochs=1, warmup_epochs=0, **views)
     made = pretrain(config, out=tmp_path / "run", progress=False)
     probe(made, seeds=(0,), floors=False)
-    maps.save(torch.rand(360, 2, generator=torch.Generator().manual_seed(0)), made.path / "map-h-test.npz")
+    maps.save(torch.rand(360, 2, generator=torch.Generator().manual_seed(0)), made, "map-h-test.npz")
     page = report([made.path], tmp_path / "report.html")
     kept = {path: path.stat().st_mtime_ns for path in made.path.iterdir()}
     found = collect(made)
@@ -824,8 +824,8 @@ def test_a_folder_with_a_broken_file_becomes_a_page_of_the_others(browser: Any, 
 
     from curvssl.config import demo
     from curvssl.data.folders import FolderImages
+    from curvssl.data.named import load
     from curvssl.evaluate import maps
-    from curvssl.evaluate.runs import dataset_of
     from curvssl.report.collect import collect
     from curvssl.train.loop import pretrain
 
@@ -834,13 +834,13 @@ def test_a_folder_with_a_broken_file_becomes_a_page_of_the_others(browser: Any, 
         Image.fromarray(pixels).resize((40, 30)).save(tmp_path / "images" / f"{i:03}.png")
     settings: Any = {"dataset": f"folder:{tmp_path / 'images'}", "batch_size": 32, "k": 5}
     config = dataclasses.replace(demo(), epochs=1, warmup_epochs=0, **settings)
-    made = pretrain(config, out=tmp_path / "run", progress=False)
-    tests = dataset_of(made).test.images
+    tests = load(config.dataset, size=config.image_size).test.images
     assert isinstance(tests, FolderImages)
     Path(tests.path(int(tests.rows[3]))).write_bytes(b"no image")
+    made = pretrain(config, out=tmp_path / "run", progress=False)
     kept = torch.tensor([i for i in range(len(tests)) if i != 3])
     xy = torch.rand(len(kept), 2, generator=torch.Generator().manual_seed(0))
-    maps.save(xy, made.path / "map-h-test.npz", index=kept)
+    maps.save(xy, made, "map-h-test.npz", index=kept)
 
     found = collect(made)
     assert found.pictured is not None
