@@ -34,12 +34,16 @@ QUALITY_IMAGES = 25_600  # as RankMe was published; a larger training split is s
 LIDAR_IMAGES, LIDAR_VIEWS = 1_000, 10  # of those. LiDAR's authors take 50 views, which costs as much as 50,000 images
 
 
+class Changed(UserError):
+    """The data of a run are not those that it was trained on."""
+
+
 def dataset_of(run: Run, *, source: str = "auto") -> Dataset:
     """The data of a run, with the mean and standard deviation that its training used."""
     data = load_on_ranks(run.config.dataset, source=source, size=run.config.image_size)
     known = run.read_json("data.json")
     if known and known["sha256"] != data.sha256:
-        raise UserError(
+        raise Changed(
             f"{data.name} has changed since {run.path} was trained ({known['images']:,} training images then, "
             f"{len(data.train.images):,} now): restore it, or pretrain again"
         )
@@ -226,21 +230,8 @@ def embed(run: Run, images: Path, *, out: Path) -> Features:
     Each rank computes a share. Files that cannot be read are left out and listed in OUT.bad-images.txt.
     """
     with ranks.ranks(best_device()):
-        net = run.load_net()
-        known = run.read_json("data.json") or describe(dataset_of(run))
-        size, channels = run.config.image_size, known["channels"]
-        pixels = open_images(images, canvas=canvas_of(known, size=size), channels=channels)
-        if max(3, pixels.shape[1]) != max(3, channels):
-            raise UserError(f"{images} has {pixels.shape[1]} channels, and {run.path} was trained on {channels}")
-        made = extract_over_ranks(
-            net.encoder,
-            pixels,
-            size=size,
-            mean=known["mean"],
-            std=known["std"],
-            projector=net.projector,
-            device=here(),
-        )
+        pixels = images_in(run, images)
+        made = make_features(run, pixels)
         if ranks.is_main():
             arrays: dict[str, Any] = {"h": made.h.numpy()} | ({} if made.z is None else {"z": made.z.numpy()})
             if pixels.names is not None:
@@ -248,6 +239,28 @@ def embed(run: Run, images: Path, *, out: Path) -> Features:
                 write_bad_images(out.with_name(out.name + ".bad-images.txt"), pixels.bad)
             write_atomic(out, lambda file: np.savez(file, **arrays))
         return made
+
+
+def images_in(run: Run, path: Path) -> Images:
+    """All images of a folder or an array, or one image, decoded as those that the run was trained on."""
+    known = described(run)
+    channels = known["channels"]
+    images = open_images(path, canvas=canvas_of(known, size=run.config.image_size), channels=channels)
+    if max(3, images.shape[1]) != max(3, channels):
+        raise UserError(f"{path} has {images.shape[1]} channels, and {run.path} was trained on {channels}")
+    return images
+
+
+def make_features(run: Run, images: Images) -> Features:
+    """h and z of any images by a run's networks; each rank computes a share."""
+    net, known = run.load_net(), described(run)
+    shape = {"size": run.config.image_size, "mean": known["mean"], "std": known["std"]}
+    return extract_over_ranks(net.encoder, images, projector=net.projector, device=here(), **shape)
+
+
+def described(run: Run) -> dict[str, Any]:
+    """What a run recorded of its data; the data are needed only for a run that recorded nothing."""
+    return run.read_json("data.json") or describe(dataset_of(run))
 
 
 def compare(runs: Iterable[Run]) -> list[list[str]]:
