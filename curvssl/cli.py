@@ -220,7 +220,8 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
         return go
 
     def probe(run: Positional[Path], seeds: int = 3, floors: bool = True, source: str = "auto") -> Callable[[], None]:
-        """Accuracy of linear, hidden-layer and kNN probes on the frozen encoder, on raw pixels and on random weights.
+        """Accuracy of linear, hidden-layer and kNN probes on the frozen encoder, raw pixels and random weights; and
+        how well images of the same class are found: recall@k and mAP.
 
         Args:
             run: a run directory.
@@ -230,8 +231,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
         """
 
         def go() -> None:
-            from curvssl.evaluate.probes import PROBES
-            from curvssl.evaluate.runs import probe, probe_rows, table
+            from curvssl.evaluate.runs import COLUMNS, probe, probe_rows, table
             from curvssl.rundir import Run
 
             if seeds < 1:
@@ -240,7 +240,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
             results = probe(here, source=source, seeds=range(seeds), floors=floors)
             rows = {name: results.pop(name) for name in ("raw pixels", "random encoder") if name in results}
             if speaks():
-                print(table(("", *PROBES), probe_rows(rows | {title_of(here.config.method): results})))
+                print(table(("", *COLUMNS), probe_rows(rows | {title_of(here.config.method): results})))
 
         return go
 
@@ -456,8 +456,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
         """
 
         def go() -> None:
-            from curvssl.evaluate.probes import PROBES
-            from curvssl.evaluate.runs import compare, table
+            from curvssl.evaluate.runs import COLUMNS, compare, table
             from curvssl.rundir import Run
 
             if not runs:
@@ -465,7 +464,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
             different = {run.resolve(): run for run in runs}
             if len(different) < len(runs):
                 say(f"of {len(runs)} runs {len(runs) - len(different)} were given twice, and count once")
-            print(table(("data", "method", "seeds", *PROBES), compare(Run.read(run) for run in different.values())))
+            print(table(("data", "method", "seeds", *COLUMNS), compare(Run.read(run) for run in different.values())))
 
         return go
 

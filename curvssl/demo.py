@@ -32,7 +32,7 @@ def run_demo(out: Path, *, epochs: int, pictures: bool) -> list[Run]:
     for run in runs:
         write_json(run.path / "probes.json", run.read_json("probes.json") | floors)
     print(f"\nAccuracy in percent on the test digits, mean ± standard deviation over {len(SEEDS)} seeds of the probe\n")
-    print(table(("", *PROBES), probe_rows(floors | results)))
+    print(table(("", *PROBES), probe_rows(floors | results, columns=tuple(PROBES))))
     print()
     if pictures:
         for run in runs:

@@ -186,14 +186,11 @@ def summary(result: dict[str, Any]) -> str:
     """What was found, in a few lines."""
     groups, outliers = result["near_duplicates"]["groups"], result["outliers"]
     found = f"{count(len(groups), 'group')} with {count(sum(map(len, groups)), 'image')}"
-    odd, bad = count(outliers["beyond"], "image"), result["unreadable"]
+    first, odd, bad = groups[:PRINTED], count(outliers["beyond"], "image"), result["unreadable"]
     parts = [
         f"{count(result['images'], 'image')} of {result['collection']}",
         f"\nnear-duplicates: {found}",
-        *(
-            f"  {' = '.join([one['name'] for one in group[:3]] + ['…'] * (len(group) > 3))}"
-            for group in groups[:PRINTED]
-        ),
+        *(f"  {' = '.join([one['name'] for one in group[:3]] + ['…'] * (len(group) > 3))}" for group in first),
         f"\noutliers: {odd} with a score above {outliers['fence']:.2f}; the median image has about 1",
         *(f"  {one['score']:5.2f}  {one['name']}" for one in outliers["ranked"][:PRINTED]),
         "\ntypical: each the most central of so many images",
