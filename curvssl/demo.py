@@ -18,6 +18,8 @@ NEXT = """
 next, with your own images:
   curvssl pretrain --dataset folder:PHOTOS --out runs/photos   train on a folder, without labels
   curvssl embed runs/photos PHOTOS --out features.npz          features of every image
+  curvssl search runs/photos PHOTO --out like-it.html          photographs like one of them
+  curvssl inspect runs/photos                                  near-duplicates, outliers, typical images
   curvssl report runs/photos                                   the page for your run"""
 
 
