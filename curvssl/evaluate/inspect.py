@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from curvssl import ranks
 from curvssl.config import UserError
+from curvssl.evaluate.runs import best_device
 from curvssl.evaluate.search import Collection, collection_of, nearest
-from curvssl.files import printable, write_bytes, write_json
+from curvssl.files import printable, say, write_bytes, write_json
 from curvssl.rundir import Run
 
 NEIGHBORS = 20  # of each image, among which its near-duplicates are sought
@@ -27,6 +29,7 @@ NOISE = 4  # grey levels that count as equal, so that two blank pages agree
 ROUNDING = 1e-3  # the distance of equal directions in float32
 EXAMPLES = 12  # typical images
 PRINTED = 5  # of each kind, on the console
+MANY = 20_000  # images, above which a line says that it takes time
 LISTED = 100  # outliers in the result; the CSV file has all images
 REFERENCE = 5_000  # outliers of a larger set are sought among every second, third, … row: time grows as N · REFERENCE
 RISKY = tuple("=+-@\t\r")  # a spreadsheet takes a cell that begins so for a formula
@@ -40,9 +43,20 @@ def inspect(
 
     Of the run's own images it is stored in the run as inspect.json.
     """
-    collection = collection_of(run, where, source=source)
-    if len(collection) < 3:
-        raise UserError(f"{collection.name} has {len(collection)} readable images: inspect needs 3 to compare")
+    with ranks.ranks(best_device()):
+        collection = collection_of(run, where, source=source)
+        if len(collection) < 3:
+            raise UserError(f"{collection.name} has {len(collection)} readable images: inspect needs 3 to compare")
+        if len(collection) > MANY and not torch.cuda.is_available() and ranks.is_main():
+            say(f"comparing {len(collection):,} images with each other, which takes minutes on a CPU")
+        result, scores = inspected(collection)
+        if where is None and ranks.is_main():
+            write_json(run.path / "inspect.json", result)
+        return result, collection, scores
+
+
+def inspected(collection: Collection) -> tuple[dict[str, Any], np.ndarray]:
+    """What there is to see in a collection, and the outlier score of each row."""
     similarity, neighbors = nearest(collection.h, collection.h, k=NEIGHBORS, others=True)
     threshold = duplicate_threshold(similarity)
     groups = groups_of(near_duplicates(collection, similarity, neighbors, threshold=threshold), n=len(collection))
@@ -71,16 +85,12 @@ def inspect(
         "outliers": {
             "fence": fence,
             "beyond": int((scores > fence).sum()),
-            "ranked": [
-                {"row": row, "name": name[row], "score": float(scores[row])} for row in ranked[:LISTED].tolist()
-            ],
+            "ranked": [{"row": row, "name": name[row], "score": float(scores[row])} for row in ends],
         },
         "typical": [{"row": row, "name": name[row], "stands_for": count} for row, count in examples.items()],
         "unreadable": [{"name": name, "error": error} for name, error in collection.unreadable.items()],
     }
-    if where is None:
-        write_json(run.path / "inspect.json", result)
-    return result, collection, scores
+    return result, scores
 
 
 # ---- near-duplicates

@@ -99,7 +99,8 @@ def test_an_image_and_its_copies_are_found_first_and_the_same_pixels_are_named(
 
 def test_the_features_of_another_folder_are_kept_until_it_changes(tmp_path: Path):
     root, _ = photographs()
-    other, run = tmp_path / "other", Run.read(shutil.copytree(photographed().path, tmp_path / "run"))
+    other, ignored = tmp_path / "other", shutil.ignore_patterns("features-in-*")
+    run = Run.read(shutil.copytree(photographed().path, tmp_path / "run", ignore=ignored))
     shutil.copytree(root / "copies", other)
     assert len(collection_of(run, other)) == 8
     (kept,) = run.path.glob("features-in-*.npz")
