@@ -86,7 +86,7 @@ def main() -> None:
         training = sum(run.read_json("provenance.json")["seconds"] for run in runs)
         probed = {NAMES[run.config.method]: run.read_json("probes.json") for run in runs}
         floors = {name: probed["CurvSSL"][name] for name in ("raw pixels", "random encoder")}
-        accuracy = floors | {name: {p: probes[p] for p in PROBES} for name, probes in probed.items()}
+        accuracy = {name: {p: probes[p] for p in PROBES} for name, probes in (floors | probed).items()}
     found = {"seconds": seconds, "training_seconds": training, "threads": torch.get_num_threads()} | costs
     found |= {"accuracy": accuracy, "provenance": provenance(device="CPU")}
     out.write_text(json.dumps(found, indent=1) + "\n")

@@ -220,7 +220,8 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
         return go
 
     def probe(run: Positional[Path], seeds: int = 3, floors: bool = True, source: str = "auto") -> Callable[[], None]:
-        """Accuracy of linear, hidden-layer and kNN probes on the frozen encoder, on raw pixels and on random weights.
+        """Accuracy of linear, hidden-layer and kNN probes on the frozen encoder, raw pixels and random weights; and
+        how well images of the same class are found: recall@k and mAP.
 
         Args:
             run: a run directory.
@@ -230,8 +231,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
         """
 
         def go() -> None:
-            from curvssl.evaluate.probes import PROBES
-            from curvssl.evaluate.runs import probe, probe_rows, table
+            from curvssl.evaluate.runs import COLUMNS, probe, probe_rows, table
             from curvssl.rundir import Run
 
             if seeds < 1:
@@ -240,7 +240,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
             results = probe(here, source=source, seeds=range(seeds), floors=floors)
             rows = {name: results.pop(name) for name in ("raw pixels", "random encoder") if name in results}
             if speaks():
-                print(table(("", *PROBES), probe_rows(rows | {title_of(here.config.method): results})))
+                print(table(("", *COLUMNS), probe_rows(rows | {title_of(here.config.method): results})))
 
         return go
 
@@ -316,6 +316,95 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
 
         return go
 
+    def search(
+        run: Positional[Path],
+        images: Positional[tuple[Path, ...]],
+        in_: Annotated[Path | None, tyro.conf.arg(name="in")] = None,
+        k: int = 10,
+        out: tuple[Path, ...] = (),
+        source: str = "auto",
+    ) -> Callable[[], None]:
+        """Find the images that are most like a given one: by the cosine similarity of the features h.
+
+        Args:
+            run: a run directory.
+            images: image files to look for.
+            in_: a folder of images, or an array file, to search; by default the images of the run.
+            k: how many to find for each.
+            out: contact sheets (.png or .html) and results (.json) to write.
+            source: where data sets are downloaded from.
+        """
+
+        def go() -> None:
+            from curvssl.evaluate.search import query_pixels, search
+            from curvssl.files import write_json
+            from curvssl.report import sheet
+            from curvssl.rundir import Run
+
+            if not images:
+                raise UserError("no image was given: curvssl search RUN IMAGE…")
+            if k < 1:
+                raise UserError(f"k={k} needs to be 1 or more")
+            for file in out:
+                if file.suffix.lower() not in (".png", ".html", ".json"):
+                    raise UserError(f"out={file} needs to end in .png, .html or .json")
+            here = Run.read(run)
+            result, collection = search(here, images, where=in_, k=k, source=source)
+            if not speaks():
+                return
+            for query in result["queries"]:
+                print(printable(f"like {query['image']}, among {len(collection):,} images of {collection.name}:"))
+                for one in query["found"]:
+                    print(f"  {one['similarity']:.4f}  {printable(one['name'])}{'  (same pixels)' * one['same']}")
+            sections = []
+            if any(file.suffix.lower() != ".json" for file in out):
+                seen = query_pixels(here, images, side=sheet.SIDE).numpy()
+                sections = sheet.of_search(result, collection, seen)
+            for file in out:
+                if file.suffix.lower() == ".json":
+                    write_json(file, result)
+                else:
+                    sheet.write(sections, file, title=f"Similar images, found by {here.path}")
+                print(file)
+
+        return go
+
+    def inspect(
+        run: Positional[Path],
+        in_: Annotated[Path | None, tyro.conf.arg(name="in")] = None,
+        out: Path | None = None,
+        source: str = "auto",
+    ) -> Callable[[], None]:
+        """Look through the images: near-duplicates, outliers, typical images and unreadable files, as CSV files, JSON
+        and a contact sheet.
+
+        Args:
+            run: a run directory.
+            in_: a folder of images, or an array file; by default the images of the run.
+            out: the folder to write to; by default RUN/inspect, or RUN/inspect-NAME for another folder.
+            source: where data sets are downloaded from.
+        """
+
+        def go() -> None:
+            from curvssl.evaluate.inspect import inspect, summary, write_tables
+            from curvssl.files import write_json
+            from curvssl.report import sheet
+            from curvssl.rundir import Run
+
+            here = Run.read(run)
+            result, collection, scores = inspect(here, where=in_, source=source)
+            if not speaks():
+                return
+            folder = out or here.path / (f"inspect-{in_.resolve().name}" if in_ else "inspect")
+            write_tables(result, collection, scores, folder)
+            write_json(folder / "inspect.json", result)
+            title = f"{collection.name}, inspected by {here.path}"
+            page = sheet.write(sheet.of_inspection(result, collection), folder / "sheet.html", title=title)
+            print(summary(result))
+            print(f"\nlook at {page}; the tables beside it have every file")
+
+        return go
+
     def pack(folder: Positional[Path], out: Positional[Path], image_size: int = 224) -> Callable[[], None]:
         """Decode a folder of images once, into one array that --dataset array:OUT reads without decoding.
 
@@ -387,8 +476,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
         """
 
         def go() -> None:
-            from curvssl.evaluate.probes import PROBES
-            from curvssl.evaluate.runs import compare, table
+            from curvssl.evaluate.runs import COLUMNS, compare, table
             from curvssl.rundir import Run
 
             if not runs:
@@ -396,7 +484,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
             different = {run.resolve(): run for run in runs}
             if len(different) < len(runs):
                 say(f"of {len(runs)} runs {len(runs) - len(different)} were given twice, and count once")
-            print(table(("data", "method", "seeds", *PROBES), compare(Run.read(run) for run in different.values())))
+            print(table(("data", "method", "seeds", *COLUMNS), compare(Run.read(run) for run in different.values())))
 
         return go
 
@@ -474,6 +562,8 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
         "map": map,
         "report": report,
         "embed": embed,
+        "search": search,
+        "inspect": inspect,
         "pack": pack,
         "data": data,
         "verify": verify,

@@ -17,6 +17,8 @@ NEXT = """
 next, with your own images:
   curvssl pretrain --dataset folder:PHOTOS --out runs/photos   train on a folder, without labels
   curvssl embed runs/photos PHOTOS --out features.npz          features of every image
+  curvssl search runs/photos PHOTO --out like-it.html          photographs like one of them
+  curvssl inspect runs/photos                                  near-duplicates, outliers, typical images
   curvssl report runs/photos                                   the page for your run"""
 
 
@@ -32,7 +34,7 @@ def run_demo(out: Path, *, epochs: int, pictures: bool) -> list[Run]:
         of = (*ROOTS, PREDICTIONS)
         run.keep_json("probes.json", run.read_json("probes.json") | floors, of=of, by="curvssl probe RUN")
     print(f"\nAccuracy in percent on the test digits, mean ± standard deviation over {len(SEEDS)} seeds of the probe\n")
-    print(table(("", *PROBES), probe_rows(floors | results)))
+    print(table(("", *PROBES), probe_rows(floors | results, columns=tuple(PROBES))))
     print()
     if pictures:
         for run in runs:

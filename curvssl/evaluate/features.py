@@ -108,11 +108,11 @@ def raw_pixels(images: Tensor) -> Tensor:
     return images.flatten(1).float() / 255
 
 
-def save(features: Features, run: Run, name: str) -> None:
+def save(features: Features, run: Run, name: str, *, by: str = "curvssl probe RUN") -> None:
     """Keep an npz with h and, where they exist, z, y and index in the run."""
     arrays = {"h": features.h, "z": features.z, "y": features.y, "index": features.index}
     kept = {key: array.numpy() for key, array in arrays.items() if array is not None}
-    run.keep_arrays(name, by="curvssl probe RUN", **kept)
+    run.keep_arrays(name, by=by, **kept)
 
 
 def load(run: Run, name: str) -> Features | None:

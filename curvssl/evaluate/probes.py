@@ -1,7 +1,8 @@
 """Probes of a frozen encoder's features: a linear layer, a hidden layer, nearest neighbours; listed in PROBES.
 
 Every probe is (train_h, train_y, test_h, test_y) → ProbeResult. The test labels are read only once, to count the
-correct predictions. Settings are chosen on a part of the training features.
+correct predictions. Settings are chosen on a part of the training features. Beside the probes stands `retrieval`, how
+well images of the same class are found.
 
 Trained probes fit heads (heads.py) in parallel: one per seed, and others to choose the learning rate.
 """
@@ -29,6 +30,9 @@ MLP_DECAY = 3e-3  # the best of four on held-out training images of CIFAR-10 (do
 
 KNN_K = 20
 KNN_TEMPERATURE = 0.07
+
+RECALL_AT = (1, 5, 10)
+RETRIEVAL = (*(f"recall@{k}" for k in RECALL_AT), "mAP")
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,40 @@ def knn(
 
 
 PROBES: dict[str, Callable[..., ProbeResult]] = {"linear": linear, "mlp": mlp, "knn": knn}
+
+
+# --- retrieval --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def retrieval(
+    train_h: Tensor,
+    train_y: Tensor,
+    test_h: Tensor,
+    test_y: Tensor,
+    *,
+    classes: int,
+    device: torch.device | str | None = None,
+) -> dict[str, float]:
+    """How well a test image finds the training images of its class by cosine similarity, in percent; see RETRIEVAL.
+
+    recall@k: the share of the test images with one of their class among the k most similar.
+    mAP: the mean over test images of the average precision, (1/R) Σ_r precision at the place of the r-th of the R
+    training images of its class, in the order of all of them. Without any (R = 0) it is 0.
+    """
+    _check(train_h, train_y, test_h, test_y, classes=classes)
+    place = _device(device)
+    bank, y = F.normalize(train_h.to(place, torch.float32), dim=1), train_y.to(place)
+    ranks = torch.arange(1, len(bank) + 1, device=place)
+    first, precision = [], []
+    for query, label in zip(test_h.split(256), test_y.to(place).split(256), strict=True):
+        order = (F.normalize(query.to(place, torch.float32), dim=1) @ bank.T).argsort(dim=1, descending=True)
+        hit = y[order] == label[:, None]  # (b, n)
+        first.append(torch.where(hit, ranks, len(bank) + max(RECALL_AT)).amin(1))
+        precision.append((hit * hit.cumsum(1) / ranks).sum(1) / hit.sum(1).clamp_min(1))
+    found = torch.cat(first)
+    recall = {f"recall@{k}": 100 * float((found <= k).double().mean()) for k in RECALL_AT}
+    return recall | {"mAP": 100 * float(torch.cat(precision).double().mean())}
 
 
 # --- probes that train ------------------------------------------------------------------------------------------------

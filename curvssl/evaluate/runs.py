@@ -3,7 +3,8 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from curvssl.data.named import Dataset, Split, changed_since, describe, load_on_
 from curvssl.data.views import Augment, resize
 from curvssl.evaluate import features
 from curvssl.evaluate.features import Features, extract_over_ranks, raw_pixels
-from curvssl.evaluate.probes import PROBES, summary
+from curvssl.evaluate.probes import PROBES, RETRIEVAL, retrieval, summary
 from curvssl.evaluate.quality import MEASURES, WINDOW_EPOCHS, agreement, verdict
 from curvssl.files import say, write_atomic
 from curvssl.geometry import curvature
@@ -30,9 +31,14 @@ from curvssl.rundir import ROOTS, Run
 
 SPLITS = ("train", "test")
 PREDICTIONS = "predictions-test.npz"
+COLUMNS = (*PROBES, *RETRIEVAL)  # of a table of probed features
 PIXELS = 32
 QUALITY_IMAGES = 25_600  # as RankMe was published; a larger training split is sampled at random, with a fixed seed
 LIDAR_IMAGES, LIDAR_VIEWS = 1_000, 10  # of those. LiDAR's authors take 50 views, which costs as much as 50,000 images
+
+
+class Changed(UserError):
+    """The data of a run are not those that it was trained on."""
 
 
 def dataset_of(run: Run, *, source: str = "auto") -> Dataset:
@@ -40,7 +46,7 @@ def dataset_of(run: Run, *, source: str = "auto") -> Dataset:
     data = load_on_ranks(run.config.dataset, source=source, size=run.config.image_size)
     known = run.settled("data.json", describe(data))
     if why := changed_since(known, data):
-        raise UserError(f"{data.name} has changed since {run.path} was trained ({why}): restore it, or pretrain again")
+        raise Changed(f"{data.name} has changed since {run.path} was trained ({why}): restore it, or pretrain again")
     return dataclasses.replace(data, mean=tuple(known["mean"]), std=tuple(known["std"]))
 
 
@@ -68,7 +74,8 @@ def features_of(run: Run, data: Dataset, split: str) -> Features:
 
 
 def probe(run: Run, *, source: str = "auto", seeds: Sequence[int] = (0, 1, 2), floors: bool = True) -> dict[str, Any]:
-    """Accuracy of every probe, and of the same probes on raw pixels and on this run's encoder before training."""
+    """Accuracy of every probe and figures of retrieval, and the same for raw pixels and for this run's encoder before
+    training."""
     with ranks.ranks(best_device()):
         data = dataset_of(run, source=source)
         if data.train.labels is None or data.test.labels is None:
@@ -110,14 +117,19 @@ def pixels_of(part: Split) -> Features:
 def probe_features(
     train: Features, test: Features, *, seeds: Sequence[int], classes: int, keep_in: Run | None = None
 ) -> dict[str, Any]:
-    """{probe: summary}; each rank computes some probes. Predictions for the test images are kept in a run, if given."""
+    """{probe: summary} and {"retrieval": figures}; each rank computes some of them. Predictions for the test images are
+    kept in a run, if given."""
     assert train.y is not None
     assert test.y is not None
-    mine = list(PROBES)[rank() :: world_size()]
-    results = ranks.from_all(
-        {name: PROBES[name](train.h, train.y, test.h, test.y, classes=classes, seeds=tuple(seeds)) for name in mine}
-    )
-    merged = {name: part[name] for name in PROBES for part in results if name in part}
+    data = (train.h, train.y, test.h, test.y)
+    jobs: dict[str, Callable[[], Any]] = {
+        name: partial(probe, *data, classes=classes, seeds=tuple(seeds)) for name, probe in PROBES.items()
+    }
+    jobs["retrieval"] = partial(retrieval, *data, classes=classes)
+    mine = list(jobs)[rank() :: world_size()]
+    results = ranks.from_all({name: jobs[name]() for name in mine})
+    merged = {name: part[name] for name in jobs for part in results if name in part}
+    figures = merged.pop("retrieval")
     if keep_in is not None and ranks.is_main():
         arrays = {
             f"{name}_{what}": getattr(r, what).numpy()
@@ -125,7 +137,7 @@ def probe_features(
             for what in ("predictions", "confidence")
         }
         keep_in.keep_arrays(PREDICTIONS, by="curvssl probe RUN", **arrays)
-    return {name: summary(result) for name, result in merged.items()}
+    return {name: summary(result) for name, result in merged.items()} | {"retrieval": figures}
 
 
 def draw_map(run: Run, *, of: str = "h", split: str = "test", source: str = "auto", seed: int = 0) -> Path:
@@ -226,21 +238,8 @@ def embed(run: Run, images: Path, *, out: Path) -> Features:
     Each rank computes a share. Files that cannot be read are left out and listed in OUT.bad-images.txt.
     """
     with ranks.ranks(best_device()):
-        net = run.load_net()
-        known = run.stored_json("data.json") or describe(dataset_of(run))
-        size, channels = run.config.image_size, known["channels"]
-        pixels = open_images(images, canvas=canvas_of(known, size=size), channels=channels)
-        if max(3, pixels.shape[1]) != max(3, channels):
-            raise UserError(f"{images} has {pixels.shape[1]} channels, and {run.path} was trained on {channels}")
-        made = extract_over_ranks(
-            net.encoder,
-            pixels,
-            size=size,
-            mean=known["mean"],
-            std=known["std"],
-            projector=net.projector,
-            device=here(),
-        )
+        pixels = images_in(run, images)
+        made = make_features(run, pixels)
         if ranks.is_main():
             arrays: dict[str, Any] = {"h": made.h.numpy()} | ({} if made.z is None else {"z": made.z.numpy()})
             if pixels.names is not None:
@@ -250,8 +249,31 @@ def embed(run: Run, images: Path, *, out: Path) -> Features:
         return made
 
 
+def images_in(run: Run, path: Path) -> Images:
+    """All images of a folder or an array, or one image, decoded as those that the run was trained on."""
+    known = described(run)
+    channels = known["channels"]
+    images = open_images(path, canvas=canvas_of(known, size=run.config.image_size), channels=channels)
+    if max(3, images.shape[1]) != max(3, channels):
+        raise UserError(f"{path} has {images.shape[1]} channels, and {run.path} was trained on {channels}")
+    return images
+
+
+def make_features(run: Run, images: Images) -> Features:
+    """h and z of any images by a run's networks; each rank computes a share."""
+    net, known = run.load_net(), described(run)
+    shape = {"size": run.config.image_size, "mean": known["mean"], "std": known["std"]}
+    return extract_over_ranks(net.encoder, images, projector=net.projector, device=here(), **shape)
+
+
+def described(run: Run) -> dict[str, Any]:
+    """What a run recorded of its data; the data are needed only for a run that recorded nothing."""
+    return run.read_json("data.json") or describe(dataset_of(run))
+
+
 def compare(runs: Iterable[Run]) -> list[list[str]]:
-    """One row per group of runs that differ only in their seed: mean ± standard deviation of every probe."""
+    """One row per group of runs that differ only in their seed: mean ± standard deviation of every probe and of every
+    figure of retrieval."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(all_but_the_seed(run.config.to_dict()), []).append(run)
@@ -262,7 +284,8 @@ def compare(runs: Iterable[Run]) -> list[list[str]]:
         missing = [str(run.path) for run, probes in zip(members, probed, strict=True) if not probes]
         if missing:
             raise UserError(f"not probed yet: {', '.join(missing)}; run curvssl probe on them first")
-        cells = [spread([probes[name]["mean"] for probes in probed if name in probes]) for name in PROBES]
+        measured = ([values_of(probes, column) for probes in probed] for column in COLUMNS)
+        cells = [spread([statistics.fmean(values) for values in each if values]) for each in measured]
         rows.append([config.dataset, title_of(config.method), str(len(members)), *cells])
     return rows
 
@@ -276,12 +299,16 @@ def spread(values: Sequence[float]) -> str:
     return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
 
 
-def probe_rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """Rows of a table from {name: {probe: summary}}."""
-    return [
-        [name, *(spread(probes.get(probe, {}).get("accuracy", ())) for probe in PROBES)]
-        for name, probes in results.items()
-    ]
+def probe_rows(results: dict[str, dict[str, Any]], *, columns: Sequence[str] = COLUMNS) -> list[list[str]]:
+    """Rows of a table from {name: what `probe_features` returns}."""
+    return [[name, *(spread(values_of(probes, column)) for column in columns)] for name, probes in results.items()]
+
+
+def values_of(probes: dict[str, Any], column: str) -> list[float]:
+    """A probe's accuracy for each seed, or one figure of retrieval; none if it was not measured yet."""
+    if column in PROBES:
+        return probes.get(column, {}).get("accuracy", [])
+    return [probes["retrieval"][column]] if "retrieval" in probes else []
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -59,7 +59,7 @@ def encode(net: Any, *batches: Batch, passes: tuple[int, ...] = (GLOBAL,), dtype
     models.Net."""
     weights = _low_weights(net, dtype, passes=len(passes))
     first, *others = batches
-    # Small kernels leave much of a GPU idle, so other batches go through beside the first one, also in the backward pass.
+    # Small kernels leave much of a GPU idle: other batches go beside the first one, in the backward pass as well.
     third = stream(THIRD) if others and net.conv1.weight.is_cuda else None
     if third is not None:
         for low, _ in weights.values():

@@ -16,6 +16,7 @@ from curvssl.data.images import Images
 from curvssl.data.named import Dataset
 from curvssl.data.views import Augment
 from curvssl.evaluate import maps
+from curvssl.evaluate.inspect import outlier_scores
 from curvssl.evaluate.runs import PREDICTIONS, best_device, dataset_of, features_of, probe
 from curvssl.geometry import curvature, nearest_neighbors
 from curvssl.kernels import unit
@@ -35,7 +36,6 @@ from curvssl.report.page import (
 from curvssl.report.seen import first_step
 from curvssl.rundir import Run
 
-REFERENCE = 5_000  # outliers of a larger set are sought among every second, third, … row: time grows as N · REFERENCE
 JUDGED = {"predicted": "predictions", "confidence": "confidence"}  # what the page calls them, and the linear probe
 LIMIT = 60_000  # images on a map; a larger split is sampled at random, with a fixed seed
 
@@ -93,7 +93,7 @@ def collect(run: Run, *, source: str = "auto", points: bool = True) -> RunData:
     made = Points(
         xy=map_of(run, h, place[rows]).numpy(),
         curvature=curvature_of_views(run, data, images, place[rows]).numpy(),
-        outlier=outlier_scores(h),
+        outlier=outlier_scores(h)[0],
         neighbors=neighbors.numpy(),
         distances=distances.numpy(),
         cosines=cosines.numpy(),
@@ -107,14 +107,6 @@ def chosen(n: int) -> Tensor:
     if n <= LIMIT:
         return torch.arange(n)
     return torch.randperm(n, generator=torch.Generator().manual_seed(0))[:LIMIT].sort().values
-
-
-def outlier_scores(h: Tensor) -> np.ndarray:
-    """How far out each row of h lies, (N,): the detector's default score, among at most REFERENCE rows."""
-    from curvssl.outliers import CurvatureOutlierDetector  # with scikit-learn, which takes long to import
-
-    detector = CurvatureOutlierDetector().fit(h[:: -(-len(h) // REFERENCE)].numpy())
-    return -detector.score_samples(h.numpy())
 
 
 def small(images: Images) -> np.ndarray:

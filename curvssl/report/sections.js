@@ -53,7 +53,7 @@ function probeTable(payload) {
   const groups = payload.groups.map((group) => ({ ...group, runs: group.runs.map((id) => payload.runs[id]) }));
   const entries = payload.runs.flatMap((run) => Object.entries(run.probes));
   const probes = [...new Set(entries.filter(([, score]) => typeof score?.mean === "number").map(([name]) => name))];
-  const floors = [...new Set(entries.filter(([, score]) => typeof score?.mean !== "number").map(([name]) => name))];
+  const floors = [...new Set(entries.filter(([, tree]) => probes.some((probe) => tree?.[probe])).map(([name]) => name))];
   if (!probes.length) return element("p", { class: "note" }, "No probe has been run: the images have no labels.");
   const best = probes.map((probe) => Math.max(...groups.map((group) => pooled(group.runs, [probe])?.mean ?? -1)));
   const rows = groups.map((group) => element("tr", {},

@@ -212,7 +212,7 @@ def _train(
     inputs = pool.batches(rows, device=device) if images is None else rows
     watched = pool if images is None else TensorImages.of(images)
     bar = watch.progress_bar(last, done, hidden=not progress, title=run.path.name)
-    charts = watch.tensorboard(run.path, done=done) if main else nullcontext(lambda row: None)
+    charts = watch.charts(run.path, done=done, config=config.to_dict()) if main else nullcontext(lambda row: None)
 
     def write_row(*, monitored: bool = False) -> None:
         """Complete the row of the epoch that was measured last, check it and write it."""

@@ -1,6 +1,6 @@
 """Metrics during training: spread and rank of embeddings, ρ, a kNN on held-out images and measures without labels.
 
-Also the warnings, the progress bar and TensorBoard.
+Also the warnings, the progress bar, TensorBoard and Weights & Biases.
 """
 
 import math
@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from curvssl.data.order import Rows
 from curvssl.evaluate.features import Features, extract_over_ranks
 from curvssl.evaluate.probes import knn
 from curvssl.evaluate.quality import ADVICE, DEAD_RANK, gram_of, not_learning, rank_from, spectral
+from curvssl.files import say
 from curvssl.losses import Curvature, Loss, standardise
 from curvssl.models import Net
 from curvssl.train.step import Step, means
@@ -185,9 +187,21 @@ def progress_bar(last: int, done: int, *, hidden: bool, title: str) -> Iterator[
 
 
 @contextmanager
+def charts(folder: Path, *, done: int, config: dict[str, Any]) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yields a function that charts a row of metrics, in TensorBoard and in Weights & Biases."""
+    with tensorboard(folder, done=done) as one, weights_and_biases(folder, config=config) as other:
+
+        def chart(row: dict[str, Any]) -> None:
+            one(row)
+            other(row)
+
+        yield chart
+
+
+@contextmanager
 def tensorboard(folder: Path, *, done: int) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yields a function that charts a row of metrics in TensorBoard, or does nothing if that is not installed."""
-    usable = os.fsencode(folder) == str(folder).encode(errors="replace")  # TensorBoard writes every path as UTF-8
+    usable = is_utf8(folder)
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -204,3 +218,43 @@ def tensorboard(folder: Path, *, done: int) -> Iterator[Callable[[dict[str, Any]
             writer.flush()
 
         yield chart
+
+
+@contextmanager
+def weights_and_biases(folder: Path, *, config: dict[str, Any]) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yields a function that gives a row of metrics to Weights & Biases, if its own variable WANDB_MODE asks for that.
+
+    With WANDB_MODE=offline nothing is sent: the files are in the run directory, and `wandb sync` uploads them. A run
+    that goes on has the same id there.
+    """
+    asked = os.environ.get("WANDB_MODE", "disabled") != "disabled"
+    if asked and (find_spec("wandb") is None or not is_utf8(folder)):
+        say("WANDB_MODE is set, but Weights & Biases needs pip install 'curvssl[wandb]' and an --out in UTF-8")
+        asked = False
+    if not asked:
+        yield lambda row: None
+        return
+    import wandb
+
+    before = sorted(folder.glob("wandb/*run-*-*"))  # the time, then the id
+    quiet = wandb.Settings(console="off", silent=True, save_code=False, disable_git=True)
+    try:
+        run = wandb.init(
+            dir=str(folder),
+            project=os.environ.get("WANDB_PROJECT", "curvssl"),
+            name=folder.resolve().name,
+            id=before[-1].name.rsplit("-", 1)[1] if before else None,
+            resume="allow" if before else None,
+            config=config,
+            reinit="create_new",  # a run that the caller has open is not ours to end
+            settings=quiet,
+        )
+    except wandb.Error as error:
+        raise UserError(f"Weights & Biases: {str(error).rstrip('.')}; WANDB_MODE=offline needs no account") from None
+    with run:
+        yield lambda row: run.log(row, step=row["step"])
+
+
+def is_utf8(path: Path) -> bool:
+    """Whether a path can be given to TensorBoard and Weights & Biases, which write every path as UTF-8."""
+    return os.fsencode(path) == str(path).encode(errors="replace")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from curvssl.config import UserError
 from curvssl.evaluate.features import Features
 from curvssl.evaluate.heads import LINEAR, MLP, _draw, predict, train_heads
-from curvssl.evaluate.probes import PROBES, standardised, summary
+from curvssl.evaluate.probes import PROBES, RETRIEVAL, retrieval, standardised, summary
 from curvssl.evaluate.runs import probe_features
 
 Data = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -203,6 +203,33 @@ def test_a_result_has_an_accuracy_a_seed_predictions_and_confidence(name: str):
     assert result.accuracy[0] == pytest.approx(100 * (result.predictions == y_test).double().mean().item())
 
 
+def test_retrieval_agrees_with_scikit_learns_average_precision_and_a_count():
+    from sklearn.metrics import average_precision_score
+
+    h, y, h_test, y_test = blobs(n=1000)
+    found = retrieval(h, y, h_test, y_test, classes=4)
+    assert tuple(found) == RETRIEVAL
+    a, b = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (h_test.double().numpy(), h.double().numpy()))
+    s, same = a @ b.T, y_test.numpy()[:, None] == y.numpy()
+    precision = [average_precision_score(hit, row) for hit, row in zip(same, s, strict=True)]
+    assert found["mAP"] == pytest.approx(100 * np.mean(precision), abs=1e-3)
+    for k in (1, 5, 10):
+        hits = [hit[np.argsort(-row)[:k]].any() for hit, row in zip(same, s, strict=True)]
+        assert found[f"recall@{k}"] == pytest.approx(100 * np.mean(hits))
+    assert 25 < found["mAP"] < found["recall@1"] < found["recall@5"] < found["recall@10"] <= 100
+
+
+def test_retrieval_of_two_queries_by_hand():
+    """The first finds its class at places 2 and 4 of 4: (1/2 + 2/4) / 2. The second has none to find."""
+    angle = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    h, query = torch.stack((angle.cos(), angle.sin()), dim=1), torch.tensor([[1.0, 0.0]])
+    labels = torch.tensor([1, 0, 1, 0])
+    alone = retrieval(h, labels, query, torch.tensor([0]), classes=3)
+    assert alone == pytest.approx({"recall@1": 0, "recall@5": 100, "recall@10": 100, "mAP": 50})
+    both = retrieval(h, labels, query.expand(2, 2), torch.tensor([0, 2]), classes=3)
+    assert both == pytest.approx({"recall@1": 0, "recall@5": 50, "recall@10": 50, "mAP": 25})
+
+
 @pytest.mark.parametrize("name", ["linear", "mlp"])
 def test_the_scale_and_the_offset_of_a_feature_do_not_matter(name: str):
     h, y, h_test, y_test = blobs()
@@ -227,7 +254,8 @@ def test_the_summaries_of_all_probes_are_ready_for_json_with_mean_and_deviation(
     h, y, h_test, y_test = blobs(n=200)
     results = probe_features(Features(h, y=y), Features(h_test, y=y_test), seeds=(0, 1, 2), classes=4)
     assert json.loads(json.dumps(results)) == results
-    assert list(results) == ["linear", "mlp", "knn"]
+    assert list(results) == ["linear", "mlp", "knn", "retrieval"]
+    assert results.pop("retrieval") == retrieval(h, y, h_test, y_test, classes=4)
     for probe in results.values():
         assert probe["mean"] == pytest.approx(np.mean(probe["accuracy"]))
         expected = np.std(probe["accuracy"], ddof=1) if len(probe["accuracy"]) > 1 else 0

@@ -16,7 +16,7 @@ from curvssl.config import UserError
 from curvssl.data import named as data
 from curvssl.data.views import Augment
 from curvssl.evaluate import runs as evaluate
-from curvssl.evaluate.probes import PROBES
+from curvssl.evaluate.probes import PROBES, RETRIEVAL
 from curvssl.evaluate.quality import MEASURES
 from curvssl.rundir import Run
 from curvssl.train.loop import pretrain
@@ -64,15 +64,16 @@ def test_features_are_what_the_frozen_encoder_gives(runs: list[Run]):
 
 def test_the_results_hold_every_probe_seed_by_seed_beside_its_floors(runs: list[Run]):
     found = runs[0].read_json("probes.json")
-    assert found.keys() == {*PROBES, "raw pixels", "random encoder"}
+    assert found.keys() == {*PROBES, "retrieval", "raw pixels", "random encoder"}
     for probes in (found, found["raw pixels"], found["random encoder"]):
         for name in PROBES:
             accuracy = probes[name]["accuracy"]
             assert probes[name]["mean"] == pytest.approx(statistics.mean(accuracy))
             assert all(50 < value <= 100 for value in accuracy)
             assert probes[name]["settings"]
+        assert all(20 < probes["retrieval"][figure] <= 100 for figure in RETRIEVAL)
     assert len(found["linear"]["accuracy"]) == 2
-    assert runs[1].read_json("probes.json").keys() == set(PROBES)
+    assert runs[1].read_json("probes.json").keys() == {*PROBES, "retrieval"}
 
 
 def test_the_predictions_kept_are_those_that_the_accuracy_counts(runs: list[Run]):
@@ -100,12 +101,14 @@ def test_the_random_encoder_is_the_runs_own_before_training(runs: list[Run]):
 def test_runs_that_differ_in_their_seed_alone_are_one_row_with_mean_and_deviation(
     runs: list[Run], capsys: pytest.CaptureFixture[str]
 ):
-    means = [[run.read_json("probes.json")[name]["mean"] for run in runs] for name in PROBES]
+    probed = [run.read_json("probes.json") for run in runs]
+    means = [[probes[name]["mean"] for probes in probed] for name in PROBES]
+    means += [[probes["retrieval"][name] for probes in probed] for name in RETRIEVAL]
     cells = [f"{np.mean(values):.1f} ± {np.std(values, ddof=1):.1f}" for values in means]
     assert evaluate.compare(runs) == [["digits", "VICReg", "2", *cells]]
     main(["compare", *(str(run.path) for run in runs)])
     header, rule, row = capsys.readouterr().out.rstrip("\n").split("\n")
-    assert header.split() == ["data", "method", "seeds", *PROBES]
+    assert header.split() == ["data", "method", "seeds", *PROBES, *RETRIEVAL]
     assert set(rule) == {"─"}
     assert row.split() == ["digits", "VICReg", "2", *" ".join(cells).split()]
     main(["compare", str(runs[0].path), str(runs[0].path / ".." / runs[0].path.name)])  # the same run twice
@@ -165,7 +168,7 @@ def test_a_run_that_was_probed_before_there_was_a_probe_is_compared_by_the_other
     for name, kept in (("old", {"linear": known["linear"]}), ("new", known)):
         Run.create(tmp_path / name, probed.config).keep_json("probes.json", kept, by="")
     (row,) = evaluate.compare([Run.read(tmp_path / "old")])
-    assert row[3:] == [f"{known['linear']['mean']:.1f}", "–", "–"]
+    assert row[3:] == [f"{known['linear']['mean']:.1f}", *6 * ["–"]]
     (row,) = evaluate.compare(Run.read(tmp_path / name) for name in ("old", "new"))
     assert row[4] == f"{known['mlp']['mean']:.1f}"
 

@@ -108,6 +108,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file = folder / "photos" / f"class {int(digits.labels[i]) % 2}" / f"{i}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(digits.images.pixels[i, 0].numpy()).save(file)
+    Image.fromarray(digits.images.pixels[enough, 0].numpy()).save(folder / "sunset.jpg")
     return folder
 
 

@@ -804,21 +804,6 @@ def test_a_run_directory_becomes_a_page(browser: Any, tmp_path: Path) -> None:
     opened.context.close()
 
 
-def test_the_outlier_score_is_about_one_and_high_for_an_odd_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from curvssl.report import collect
-
-    h = torch.randn(300, 4, generator=torch.Generator().manual_seed(0))
-    h[7] += 20  # with a third of the rows as reference it is not among them
-    for reference in (5_000, 100):
-        monkeypatch.setattr(collect, "REFERENCE", reference)
-        score = collect.outlier_scores(h)
-        assert score.argmax() == 7
-        assert np.median(score) == pytest.approx(1, abs=0.05)
-        assert score[7] > 5
-
-
 def test_a_folder_with_a_broken_file_becomes_a_page_of_the_others(browser: Any, tmp_path: Path) -> None:
     import torch
 

@@ -1,6 +1,7 @@
 """The training loop: seeds, the run directory, stopping and resuming, the order of batches, and single steps."""
 
 import dataclasses
+import json
 import math
 import re
 import shutil
@@ -112,6 +113,39 @@ def test_without_tensorboard_the_metrics_are_written_all_the_same(tmp_path: Path
     pretrain(dataclasses.replace(TINY, epochs=1, batch_size=640), out=tmp_path, progress=False)
     assert len(rows(tmp_path)) == 1
     assert not list(tmp_path.glob("events*"))
+
+
+def test_weights_and_biases_gets_the_metrics_offline_if_its_variable_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for what in ("CACHE", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"WANDB_{what}_DIR", str(tmp_path / "elsewhere"))
+    run, short = tmp_path / "run", dataclasses.replace(TINY, epochs=1, batch_size=640)
+    pretrain(short, out=run, progress=False)
+    (file,) = run.glob("wandb/offline-run-*/*.wandb")
+    store, history = DataStore(), []
+    store.open_for_scan(str(file))
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            history.append({item.nested_key[0]: json.loads(item.value_json) for item in record.history.item})
+        if record.WhichOneof("record_type") == "run":
+            settings = {item.key: json.loads(item.value_json) for item in record.run.config.update}
+    store.close()
+    (row,) = Run.read(run).metrics()
+    (kept,) = history
+    assert {name: kept[name] for name in row} == pytest.approx(row)
+    assert kept["_step"] == row["step"]
+    assert settings["batch_size"] == 640
+    file.parent.rename(run / "wandb" / f"offline-run-20260101_000000-{file.stem.removeprefix('run-')}")  # long ago
+    (run / "encoder.safetensors").unlink()  # so that the same command goes on
+    pretrain(short, out=run, progress=False)
+    assert [other.stem for other in run.glob("wandb/offline-run-*/*.wandb")] == [file.stem, file.stem]
 
 
 def test_a_finished_run_is_left_as_it_is(whole: Path, monkeypatch: pytest.MonkeyPatch):
