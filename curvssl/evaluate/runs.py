@@ -50,15 +50,15 @@ def features_of(run: Run, data: Dataset, split: str) -> Features:
     """h, z and labels of one split, computed once and stored in the run; each rank computes a share."""
     path = run.path / f"features-{split}.npz"
     if not ranks.from_main(path.exists()):
-        net = run.load_net()
+        encoder, projector = run.load_parts()
         part = getattr(data, split)
         made = extract_over_ranks(
-            net.encoder,
+            encoder,
             part.images,
             size=run.config.image_size,
             mean=data.mean,
             std=data.std,
-            projector=net.projector,
+            projector=projector,
             labels=part.labels,
             device=here(),
         )
@@ -136,6 +136,8 @@ def draw_map(run: Run, *, of: str = "h", split: str = "test", source: str = "aut
     """
     from curvssl.evaluate import maps
 
+    if of == "z":
+        run.need_projector()
     data = dataset_of(run, source=source)
     made = features_of(run, data, split)
     values = made.h if of == "h" else made.z
@@ -159,7 +161,7 @@ def quality(run: Run, *, source: str = "auto") -> dict[str, Any]:
     Stored in the run as quality.json.
     """
     data = dataset_of(run, source=source)
-    h, views = quality_features(run.load_net().encoder, run, data)
+    h, views = quality_features(run.load_parts()[0], run, data)
     found = measures_of(h, views)
     random = run.make_net(channels=max(3, data.train.images.shape[1])).encoder.eval()
     untrained = measures_of(*quality_features(random, run, data))
@@ -226,19 +228,19 @@ def embed(run: Run, images: Path, *, out: Path) -> Features:
     Each rank computes a share. Files that cannot be read are left out and listed in OUT.bad-images.txt.
     """
     with ranks.ranks(best_device()):
-        net = run.load_net()
+        encoder, projector = run.load_parts()
         known = run.read_json("data.json") or describe(dataset_of(run))
         size, channels = run.config.image_size, known["channels"]
         pixels = open_images(images, canvas=canvas_of(known, size=size), channels=channels)
         if max(3, pixels.shape[1]) != max(3, channels):
             raise UserError(f"{images} has {pixels.shape[1]} channels, and {run.path} was trained on {channels}")
         made = extract_over_ranks(
-            net.encoder,
+            encoder,
             pixels,
             size=size,
             mean=known["mean"],
             std=known["std"],
-            projector=net.projector,
+            projector=projector,
             device=here(),
         )
         if ranks.is_main():
