@@ -79,7 +79,7 @@ def finetune(run: Run, *, labels: Sequence[str], draws: int = 3, source: str = "
                 entry = keep(run, name, settings, way, accuracy)
             if missing:
                 said = ", ".join(f"{way} {entry[way]['accuracy'][draw]:.1f}" for way in WAYS)
-                say(f"{name} of the labels, draw {draw + 1} of {draws}: {said}")
+                say(f"{called(name)}, draw {draw + 1} of {draws}: {said}")
         found[name] = entry_of(run, name, settings)
     return found
 
@@ -94,6 +94,10 @@ def parsed(name: str) -> tuple[int, float]:
     if re.fullmatch(r"[0-9]*\.?[0-9]+%", name) and 0 < float(name[:-1]) <= 100:
         return 0, float(name[:-1]) / 100
     raise UserError(f"labels {name} needs to be a number a class, such as 10, or a share above 0%, such as 1% or 100%")
+
+
+def called(name: str) -> str:
+    return name if name.endswith("%") else f"{name} a class"
 
 
 def per_class(y: Tensor, classes: Sequence[str], *, number: int, share: float) -> list[int]:
@@ -254,6 +258,6 @@ def keep(run: Run, name: str, settings: dict[str, Any], way: str, accuracy: floa
 def finetune_rows(results: dict[str, Any]) -> list[list[str]]:
     """Rows of a table: one for each amount of labels, mean ± deviation over the draws."""
     return [
-        [name, f"{entry['settings']['labels']:,}", *(spread(entry[way]["accuracy"]) for way in WAYS)]
+        [called(name), f"{entry['settings']['labels']:,}", *(spread(entry[way]["accuracy"]) for way in WAYS)]
         for name, entry in results.items()
     ]

@@ -188,11 +188,11 @@ def test_the_command_prints_and_keeps_every_draw_and_goes_on_where_it_was_killed
     assert whole.keys() == {"3", "1%"}
     assert (whole["3"]["settings"]["labels"], whole["1%"]["settings"]["labels"]) == (30, 10)
     assert printed.splitlines()[0].split() == ["labels", "number", "linear", "probe", "fine-tuned", "from", "scratch"]
-    for line, name in zip(printed.splitlines()[2:], ("3", "1%"), strict=True):
+    for line, name, shown in zip(printed.splitlines()[2:], ("3", "1%"), ("3 a class", "1%"), strict=True):
         means = [np.mean(whole[name][way]["accuracy"]) for way in few.WAYS]
         stds = [np.std(whole[name][way]["accuracy"], ddof=1) for way in few.WAYS]
         cells = [f"{mean:.1f} ± {std:.1f}" for mean, std in zip(means, stds, strict=True)]
-        assert line.split() == " ".join([name, str(whole[name]["settings"]["labels"]), *cells]).split()
+        assert line.split() == " ".join([shown, str(whole[name]["settings"]["labels"]), *cells]).split()
 
     computed: list[tuple[str, int]] = []
     train = few.trained
