@@ -172,12 +172,13 @@ class Run:
 
     def load_net(self, *, encoder: "nn.Module | None" = None) -> "Net":
         """Encoder and projector of a finished run, in eval mode; an own encoder's weights are loaded into `encoder`."""
-        from curvssl.models import Net
-
         self.need_projector()
-        f, g = self.load_parts(encoder=encoder)
-        assert g is not None
-        return Net(f, g).eval()
+        return self._loaded(encoder)
+
+    def load_parts(self, *, encoder: "nn.Module | None" = None) -> "tuple[nn.Module, nn.Module | None]":
+        """Encoder and projector as in `load_net`; an exported encoder has no projector."""
+        net = self._loaded(encoder)
+        return net.encoder, None if self.exported else net.projector
 
     def need_projector(self) -> None:
         if self.exported:
@@ -185,8 +186,7 @@ class Run:
                 f"{self.path} is an exported encoder without a projector, so it has no z: give the run it came from"
             )
 
-    def load_parts(self, *, encoder: "nn.Module | None" = None) -> "tuple[nn.Module, nn.Module | None]":
-        """Encoder and projector as in `load_net`; an exported encoder has no projector."""
+    def _loaded(self, encoder: "nn.Module | None") -> "Net":
         from safetensors.torch import load
 
         if not self.finished:
@@ -200,10 +200,9 @@ class Run:
         net = self.make_net(channels=channels, encoder=encoder)
         for name, values in weights.items():
             getattr(net, name).load_state_dict(values)  # weights that were stored as float16 become float32
-        net.eval()
         if known := self.read_json("data.json"):
             Prepare.give(net.encoder, self.config.image_size, known)
-        return net.encoder, net.projector if "projector" in weights else None
+        return net.eval()
 
     def read_json(self, name: str) -> dict[str, Any]:
         file = self.path / name
@@ -253,8 +252,8 @@ class Prepare:
         if not isinstance(images, torch.Tensor):
             array = np.array(images)
             images = torch.from_numpy(array) if array.dtype == np.uint8 else array
-        takes = {self.channels, 1} if self.channels in (1, 3) else {self.channels}
-        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (takes | {max(3, self.channels)}):
+        takes = (1, 3) if self.channels in (1, 3) else (self.channels,)
+        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in takes:
             raise UserError(
                 f"got images {images.dtype} {tuple(images.shape)}: needed are uint8 (N, {self.channels}, H, W)"
             )

@@ -138,7 +138,7 @@ def trained(
     assert train.y is not None
     shape: dict[str, Any] = {"size": run.config.image_size, "mean": data.mean, "std": data.std}
     channels = max(3, data.train.images.shape[1])
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[here()] if torch.cuda.is_available() else []):
         torch.manual_seed(mix(seed, 0))
         if way == TUNED:
             encoder = run.load_parts()[0]
