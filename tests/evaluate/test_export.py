@@ -74,38 +74,36 @@ def normalised(images: Tensor) -> Tensor:
     return (images / 255 - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
 
 
-def in_its_card(folder: Path, monkeypatch: pytest.MonkeyPatch, **given: Any) -> list[Any]:
-    """h from every Python block of the folder's card, run inside the folder."""
+def in_its_card(folder: Path, monkeypatch: pytest.MonkeyPatch, **given: Any) -> list[dict[str, Any]]:
+    """The names that every Python block of the folder's card defines, run inside the folder: h and others."""
     monkeypatch.chdir(folder)
     made = []
     with torch.no_grad():
         for block in re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL):
             names = dict(given)
             exec(block, names)
-            made.append(names["h"])
+            made.append(names)
     return made
 
 
 def test_timm_and_torchvision_load_a_resnet_and_give_its_features_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    import timm
-
     run = finished(tmp_path / "run", encoder="resnet18", stem="imagenet")
     images = pixels()
+    encoder: Any = curvssl.load_encoder(run.path)
     with torch.no_grad():
-        expected = curvssl.load_encoder(run.path)(normalised(images))
-    for to in ("timm", "torchvision"):
+        expected = encoder(normalised(images))
+    for to in ("torchvision", "timm"):
         main(["export", str(run.path), "--to", to, "--out", str(tmp_path / to)])
         assert f"for {to}, read back: features differ by 0.0e+00 at most" in capsys.readouterr().out
-        (h,) = in_its_card(tmp_path / to, monkeypatch, x=normalised(images))
-        assert torch.equal(h, expected)
-    net = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True)
-    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(net))
+        (names,) = in_its_card(tmp_path / to, monkeypatch, x=normalised(images))
+        assert torch.equal(names["h"], expected)
     photo = torch.arange(40 * 40 * 3).remainder(251).to(torch.uint8).view(40, 40, 3)
-    ours: Any = curvssl.load_encoder(run.path)
-    ours = ours.prepare(photo.permute(2, 0, 1)[None])[0]
-    assert (transform(Image.fromarray(photo.numpy())) - ours).abs().max() < 4 * 2 / 255  # Pillow rounds to 1/255 twice
+    ours = encoder.prepare(photo.permute(2, 0, 1)[None])[0]
+    assert (
+        names["transform"](Image.fromarray(photo.numpy())) - ours
+    ).abs().max() < 4 * 2 / 255  # Pillow rounds to 1/255 twice
 
 
 def test_the_card_says_how_torchvision_and_timm_load_the_3x3_stem_which_timm_does_not_have(
@@ -118,8 +116,8 @@ def test_the_card_says_how_torchvision_and_timm_load_the_3x3_stem_which_timm_doe
     assert len(made) == 3  # curvssl, torchvision, timm
     with torch.no_grad():
         expected = curvssl.load_encoder(run.path)(normalised(images))
-    assert torch.allclose(made[0], expected, atol=1e-6)
-    assert all(torch.equal(h, expected) for h in made[1:])
+    assert torch.allclose(made[0]["h"], expected, atol=1e-6)
+    assert all(torch.equal(names["h"], expected) for names in made[1:])
     with pytest.raises(SystemExit):
         main(["export", str(run.path), "--to", "timm", "--out", str(tmp_path / "timm")])
 
@@ -128,9 +126,9 @@ def test_a_backbone_of_timm_with_a_fixed_size_goes_back_to_timm(tmp_path: Path, 
     run = finished(tmp_path / "run", encoder="timm:test_vit")
     main(["export", str(run.path), "--to", "timm", "--out", str(tmp_path / "timm")])
     x = normalised(pixels())
-    (h,) = in_its_card(tmp_path / "timm", monkeypatch, x=x)
+    (names,) = in_its_card(tmp_path / "timm", monkeypatch, x=x)
     with torch.no_grad():
-        assert torch.equal(h, curvssl.load_encoder(run.path)(x))
+        assert torch.equal(names["h"], curvssl.load_encoder(run.path)(x))
 
 
 def test_onnxruntime_gives_the_features_from_pixels_for_any_number_of_images(
@@ -141,9 +139,11 @@ def test_onnxruntime_gives_the_features_from_pixels_for_any_number_of_images(
     encoder: Any = curvssl.load_encoder(run.path)
     for n in (1, 7):
         images = pixels(n, channels=1, size=8)
-        (h,) = in_its_card(tmp_path / "onnx", monkeypatch, pixels=images.numpy())
+        (names,) = in_its_card(tmp_path / "onnx", monkeypatch, pixels=images.numpy())
         with torch.no_grad():
-            torch.testing.assert_close(torch.from_numpy(h), encoder(encoder.prepare(images)), rtol=0, atol=1e-4)
+            torch.testing.assert_close(
+                torch.from_numpy(names["h"]), encoder(encoder.prepare(images)), rtol=0, atol=1e-4
+            )
 
 
 def test_an_exported_encoder_is_the_runs_to_the_last_bit_and_no_more_than_it(run: Run, tmp_path: Path):

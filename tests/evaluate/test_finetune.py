@@ -28,7 +28,7 @@ from curvssl.rundir import Run
 def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Few steps, and one thread."""
     monkeypatch.setattr(few, "EPOCHS", 1)
-    monkeypatch.setattr(few, "STEPS_OF_FEW", 12)
+    monkeypatch.setattr(few, "STEPS_OF_FEW", 4)
     monkeypatch.setattr(few, "PROBE_STEPS", 60)
     with one_thread():
         yield
