@@ -405,6 +405,59 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
 
         return go
 
+    def finetune(
+        run: Positional[Path], labels: tuple[str, ...] = ("1%", "10%", "100%"), draws: int = 3, source: str = "auto"
+    ) -> Callable[[], None]:
+        """Accuracy with few labels: a linear probe and fine-tuning of the encoder, beside the same network trained from
+        scratch with the same labels. Results are kept, and the same command continues where it was stopped.
+
+        Args:
+            run: a run directory.
+            labels: one or more amounts: a number a class, such as 10, or a share of all labels, such as 1%.
+            draws: number of random draws of the labels.
+            source: where data sets are downloaded from.
+        """
+
+        def go() -> None:
+            from curvssl.evaluate.finetune import WAYS, finetune, finetune_rows
+            from curvssl.evaluate.runs import table
+            from curvssl.rundir import Run
+
+            results = finetune(Run.read(run), labels=labels, draws=draws, source=source)
+            print(table(("labels", "number", *WAYS), finetune_rows(results)))
+
+        return go
+
+    def export(
+        run: Positional[Path],
+        to: Literal["onnx", "timm", "torchvision", "hub-folder"],
+        out: Path,
+        half: bool = False,
+        license: str = "unknown",
+    ) -> Callable[[], None]:
+        """Write the encoder for another program, as a folder with a model card. The program itself reads it back, and
+        the features of both are compared, before the folder is there.
+
+        Args:
+            run: a run directory.
+            to: onnx, timm, torchvision, or hub-folder, which curvssl takes in the place of a run.
+            out: the folder to write.
+            half: round the weights to float16, which halves the file.
+            license: licence of the weights, for the card.
+        """
+
+        def go() -> None:
+            from curvssl.evaluate.export import export
+            from curvssl.rundir import Run
+
+            error = export(Run.read(run), to=to, out=out, half=half, licence=license)
+            size = sum(file.stat().st_size for file in out.iterdir())
+            print(
+                f"{out}: {size / 1e6:.1f} MB for {to}, read back: features differ by {error:.1e} at most; see README.md"
+            )
+
+        return go
+
     def pack(folder: Positional[Path], out: Positional[Path], image_size: int = 224) -> Callable[[], None]:
         """Decode a folder of images once, into one array that --dataset array:OUT reads without decoding.
 
@@ -564,6 +617,8 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
         "embed": embed,
         "search": search,
         "inspect": inspect,
+        "finetune": finetune,
+        "export": export,
         "pack": pack,
         "data": data,
         "verify": verify,

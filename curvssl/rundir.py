@@ -27,7 +27,7 @@ from curvssl.methods import OWN
 
 if TYPE_CHECKING:
     import numpy as np
-    from torch import nn
+    from torch import Tensor, nn
 
     from curvssl.models import Net
 
@@ -35,6 +35,7 @@ WEIGHTS = ("projector.safetensors", "encoder.safetensors")
 ROOTS = ("config.json", "data.json", *WEIGHTS)  # all that is made from a run is made from these
 TRAINED = (*ROOTS, "own.json", "provenance.json", "metrics.jsonl", "bad-images.txt")  # and checkpoints
 AGAIN = "the same curvssl pretrain command"
+EXPORTED = "export.json"
 
 
 @dataclass(frozen=True)
@@ -240,13 +241,23 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether encoder and projector are as they were written. If not, the same command makes them again."""
+        """Whether the weights are as they were written. If not, the same command makes them again."""
         try:
-            for name in WEIGHTS:
+            for name in self.weights:
                 self.manifest.check(name)
         except Wrong:
             return False
         return True
+
+    @property
+    def exported(self) -> bool:
+        """Whether this is a folder of `curvssl export --to hub-folder`: a run of which only the encoder was kept."""
+        return (self.path / EXPORTED).exists()
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The files of weights."""
+        return WEIGHTS[1:] if self.exported else WEIGHTS
 
     def save_net(self, net: "Net", *, channels: int) -> None:
         """The encoder is written last, because a run with an encoder counts as finished."""
@@ -292,29 +303,89 @@ class Run:
 
     def load_net(self, *, encoder: "nn.Module | None" = None) -> "Net":
         """Encoder and projector of a finished run, in eval mode; an own encoder's weights are loaded into `encoder`."""
+        self.need_projector()
+        return self._loaded(encoder)
+
+    def load_parts(self, *, encoder: "nn.Module | None" = None) -> "tuple[nn.Module, nn.Module | None]":
+        """Encoder and projector as in `load_net`; an exported encoder has no projector."""
+        net = self._loaded(encoder)
+        return net.encoder, None if self.exported else net.projector
+
+    def need_projector(self) -> None:
+        if self.exported:
+            raise UserError(
+                f"{self.path} is an exported encoder without a projector, so it has no z: give the run it came from"
+            )
+
+    def _loaded(self, encoder: "nn.Module | None") -> "Net":
         from safetensors.torch import load
 
         if not any(os.path.lexists(self.path / name) for name in WEIGHTS):
             raise UserError(f"{self.path} has no encoder.safetensors yet: run its pretraining to the end first")
         weights: dict[str, dict[str, Any]] = {}
-        for name in ("projector", "encoder"):
-            data = self.manifest.content(f"{name}.safetensors")
+        for file in self.weights:
+            name, data = file.split(".")[0], self.manifest.content(file)
             weights[name] = load(data)
             described = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])  # its length, then JSON
             channels = int(described["__metadata__"]["channels"])
         net = self.make_net(channels=channels, encoder=encoder)
-        net.encoder.load_state_dict(weights["encoder"])
-        net.projector.load_state_dict(weights["projector"])
+        for name, values in weights.items():
+            getattr(net, name).load_state_dict(values)  # weights that were stored as float16 become float32
+        if known := self.read_json("data.json"):
+            Prepare.give(net.encoder, self.config.image_size, known)
         return net.eval()
 
 
 def load_encoder(path: str | Path, *, encoder: "nn.Module | None" = None) -> "nn.Module":
-    """The trained encoder of a finished run, in eval mode: from a run directory or its encoder.safetensors.
+    """The trained encoder of a finished run, in eval mode: from a run directory, an exported folder, or the
+    encoder.safetensors in it. `encoder.prepare(images)` makes its input from uint8 images.
 
     If the run was given its encoder in Python, the weights are loaded into `encoder`, a module of the same kind.
     """
     path = Path(path)
-    return Run.read(path.parent if path.suffix == ".safetensors" else path).load_net(encoder=encoder).encoder
+    return Run.read(path.parent if path.suffix == ".safetensors" else path).load_parts(encoder=encoder)[0]
+
+
+class Prepare:
+    """How an encoder's input is made; the attribute `prepare` of what `load_encoder` returns.
+
+    It is no module, so state_dict does not see it, and it asks the encoder where its weights are, so `.to(device)` is
+    enough. A deep copy of the encoder has its own.
+    """
+
+    def __init__(
+        self, encoder: "nn.Module", *, size: int, channels: int, mean: tuple[float, ...], std: tuple[float, ...]
+    ) -> None:
+        self.encoder, self.size, self.channels = encoder, size, channels
+        self.mean, self.std = mean, std  # of pixels in 0..1; one entry, or one for each channel
+
+    @classmethod
+    def give(cls, encoder: "nn.Module", size: int, known: dict[str, Any]) -> None:
+        """Set the attribute from a run's data.json. A method of that name in the user's own encoder stays."""
+        if isinstance(getattr(encoder, "prepare", None), cls | None):
+            statistics = {name: tuple(known[name]) for name in ("mean", "std")}
+            encoder.prepare = cls(encoder, size=size, channels=known["channels"], **statistics)  # type: ignore[assignment]
+
+    def __call__(self, images: Any) -> "Tensor":
+        """uint8 tensor or array (N, C, H, W) of any size → float32 (N, 3 or C, size, size), on the encoder's device.
+
+        The central square is resized, grey becomes RGB, and each channel is normalised.
+        """
+        import numpy as np
+        import torch
+
+        from curvssl.data.views import prepare
+
+        if not isinstance(images, torch.Tensor):
+            array = np.array(images)
+            images = torch.from_numpy(array) if array.dtype == np.uint8 else array
+        takes = (1, 3) if self.channels in (1, 3) else (self.channels,)
+        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in takes:
+            raise UserError(
+                f"got images {images.dtype} {tuple(images.shape)}: needed are uint8 (N, {self.channels}, H, W)"
+            )
+        place = next(self.encoder.parameters(), torch.empty(0)).device
+        return prepare(images.to(place), size=self.size, mean=self.mean, std=self.std)
 
 
 def provenance(*, device: str) -> dict[str, Any]:

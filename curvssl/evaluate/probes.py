@@ -55,15 +55,20 @@ def linear(
     classes: int,
     seeds: tuple[int, ...] = (0, 1, 2),
     device: torch.device | str | None = None,
+    unlabelled: Tensor | None = None,
+    epochs: int = EPOCHS,
 ) -> ProbeResult:
     """One linear layer and cross-entropy, on features standardised by the training features' mean and deviation.
+
+    If `unlabelled` features (m, d) are given, by theirs: over a few labelled images a feature may be constant.
 
     SGD with momentum 0.9, cosine schedule to 0, batches of 256, 50 epochs. The learning rate is the best of six by
     accuracy on held-out tenths of the training features; then the layer is trained on all of them. A seed sets the
     initial weights and the order of the data.
     """
     data = (train_h, train_y, test_h, test_y)
-    return _trained(LINEAR, data, classes, seeds, device, lrs=LINEAR_LRS, weight_decay=LINEAR_DECAY)
+    settings: dict[str, Any] = {"lrs": LINEAR_LRS, "weight_decay": LINEAR_DECAY, "epochs": epochs}
+    return _trained(LINEAR, data, classes, seeds, device, **settings, unlabelled=unlabelled)
 
 
 def mlp(
@@ -164,22 +169,26 @@ def _trained(
     *,
     lrs: Sequence[float],
     weight_decay: float,
+    epochs: int = EPOCHS,
+    unlabelled: Tensor | None = None,
 ) -> ProbeResult:
     """Choose a learning rate if there are several, train on all training features, predict the test features."""
     _check(*data, classes=classes)
     train_h, train_y, test_h, test_y = data
     place = _device(device)
-    x, x_test = standardised(train_h.to(place, torch.float32), test_h.to(place, torch.float32))
+    like = train_h if unlabelled is None else unlabelled
+    x, x_test = (standardised(like.to(place, torch.float32), h.to(place, torch.float32))[1] for h in (train_h, test_h))
     y = train_y.to(place)
     covariance = x.T @ x / len(x)
-    lr = lrs[0] if len(lrs) == 1 else _choose_lr(head, x, y, covariance, classes, lrs=lrs, weight_decay=weight_decay)
+    trained: dict[str, Any] = {"classes": classes, "weight_decay": weight_decay, "epochs": epochs}
+    lr = lrs[0] if len(lrs) == 1 else _choose_lr(head, x, y, covariance, lrs=lrs, **trained)
     rows = torch.arange(len(x), device=place).expand(len(seeds), -1)
     heads = [(seed, lr) for seed in seeds]
-    params = train_heads(head, x, y, rows=rows, heads=heads, classes=classes, weight_decay=weight_decay)
+    params = train_heads(head, x, y, rows=rows, heads=heads, **trained)
     rows = torch.arange(len(x_test), device=place).expand(len(seeds), -1)
     settings = {
         "seeds": list(seeds),
-        "epochs": EPOCHS,
+        "epochs": epochs,
         "batch_size": min(BATCH_SIZE, len(x)),
         "optimizer": f"SGD, momentum {MOMENTUM}, cosine",
         "lr": lr,
@@ -200,9 +209,7 @@ def standardised(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
     return (train - mean) / std, (test - mean) / std
 
 
-def _choose_lr(
-    head: Head, x: Tensor, y: Tensor, covariance: Tensor, classes: int, *, lrs: Sequence[float], weight_decay: float
-) -> float:
+def _choose_lr(head: Head, x: Tensor, y: Tensor, covariance: Tensor, *, lrs: Sequence[float], **trained: Any) -> float:
     """The rate with the best mean accuracy on held-out tenths of the training features; the smallest in case of a tie.
 
     It uses three random cuts, always the same, so the choice does not depend on the probe's seeds.
@@ -211,7 +218,7 @@ def _choose_lr(
     cuts = [torch.randperm(n, generator=torch.Generator().manual_seed(cut)) for cut in range(CUTS)]
     order = torch.stack(cuts).repeat_interleave(len(lrs), dim=0).to(x.device)  # (H, n): one head per cut and rate
     heads = [(cut, lr) for cut in range(CUTS) for lr in lrs]
-    params = train_heads(head, x, y, rows=order[:, held:], heads=heads, classes=classes, weight_decay=weight_decay)
+    params = train_heads(head, x, y, rows=order[:, held:], heads=heads, **trained)
     rows = order[:, :held]
     right = predict(head, params, x, rows=rows, covariance=covariance).argmax(-1) == y[rows]
     return lrs[int(right.view(CUTS, len(lrs), held).sum((0, 2)).argmax())]

@@ -55,15 +55,15 @@ def features_of(run: Run, data: Dataset, split: str) -> Features:
     name = f"features-{split}.npz"
     stored = ranks.from_main(features.load(run, name) if ranks.is_main() else None)
     if stored is None:
-        net = run.load_net()
+        encoder, projector = run.load_parts()
         part = getattr(data, split)
         made = extract_over_ranks(
-            net.encoder,
+            encoder,
             part.images,
             size=run.config.image_size,
             mean=data.mean,
             std=data.std,
-            projector=net.projector,
+            projector=projector,
             labels=part.labels,
             device=here(),
         )
@@ -147,6 +147,8 @@ def draw_map(run: Run, *, of: str = "h", split: str = "test", source: str = "aut
     """
     from curvssl.evaluate import maps
 
+    if of == "z":
+        run.need_projector()
     data = dataset_of(run, source=source)
     made = features_of(run, data, split)
     values = made.h if of == "h" else made.z
@@ -171,7 +173,7 @@ def quality(run: Run, *, source: str = "auto") -> dict[str, Any]:
     Stored in the run as quality.json.
     """
     data = dataset_of(run, source=source)
-    h, views = quality_features(run.load_net().encoder, run, data)
+    h, views = quality_features(run.load_parts()[0], run, data)
     found = measures_of(h, views)
     random = run.make_net(channels=max(3, data.train.images.shape[1])).encoder.eval()
     untrained = measures_of(*quality_features(random, run, data))
@@ -261,9 +263,9 @@ def images_in(run: Run, path: Path) -> Images:
 
 def make_features(run: Run, images: Images) -> Features:
     """h and z of any images by a run's networks; each rank computes a share."""
-    net, known = run.load_net(), described(run)
+    (encoder, projector), known = run.load_parts(), described(run)
     shape = {"size": run.config.image_size, "mean": known["mean"], "std": known["std"]}
-    return extract_over_ranks(net.encoder, images, projector=net.projector, device=here(), **shape)
+    return extract_over_ranks(encoder, images, projector=projector, device=here(), **shape)
 
 
 def described(run: Run) -> dict[str, Any]:

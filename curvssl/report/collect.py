@@ -46,6 +46,8 @@ def report(runs: Sequence[Path], out: Path, *, source: str = "auto", print_to: P
     With `print_to`, the figures of every run that has a map are written there, one folder per run.
     """
     opened = [Run.read(path) for path in runs]
+    for run in opened:
+        run.need_projector()
     plain = [collect(run, source=source, points=False) for run in opened]
     mapped = range(len(plain)) if len(plain) <= MAPS else [group["runs"][0] for group in groups(plain)]
     collected = [collect(run, source=source) if i in mapped else plain[i] for i, run in enumerate(opened)]
