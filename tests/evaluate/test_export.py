@@ -21,7 +21,6 @@ from curvssl.config import PretrainConfig, UserError
 from curvssl.data.named import load
 from curvssl.evaluate import runs as evaluate
 from curvssl.evaluate.export import rounded
-from curvssl.files import write_json
 from curvssl.rundir import Run
 from curvssl.train.loop import pretrain
 
@@ -34,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     config = dataclasses.replace(TINY, method="vicreg", epochs=1, warmup_epochs=0)
     with one_thread():
         run = pretrain(config, out=tmp_path_factory.mktemp("run"), progress=False)
-        write_json(run.path / "probes.json", probes_of(run))
+        run.keep_json("probes.json", probes_of(run), by="curvssl probe RUN")
     return run
 
 
@@ -59,10 +58,11 @@ def finished(path: Path, *, channels: int = 3, **settings: Any) -> Run:
     for name, value in net.encoder.state_dict().items():
         if "running" in name:
             value.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(len(name)))
-    run.save_net(net, channels=max(3, channels))
     shape = {"channels": channels, "height": 32, "width": 32}
     statistics = {"mean": MEAN[:channels], "std": STD[:channels]}
-    write_json(path / "data.json", {"name": "cifar10", "images": 50_000, "sha256": {}, **shape, **statistics})
+    known = {"name": "cifar10", "images": 50_000, "sha256": {}, **shape, **statistics}
+    run.keep_json("data.json", known, of=(), by="")
+    run.save_net(net, channels=max(3, channels))
     return run
 
 
@@ -151,7 +151,8 @@ def test_an_exported_encoder_is_the_runs_to_the_last_bit_and_no_more_than_it(run
     ours, theirs = curvssl.load_encoder(run.path), curvssl.load_encoder(tmp_path / "hub" / "encoder.safetensors")
     assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in ours.state_dict().items())
     kept = {"README.md", "config.json", "data.json", "encoder.safetensors", "export.json", "probes.json"}
-    assert {file.name for file in (tmp_path / "hub").iterdir()} == kept | {"provenance.json"}
+    assert {file.name for file in (tmp_path / "hub").iterdir()} == kept | {"provenance.json", "manifest.json"}
+    main(["verify", str(tmp_path / "hub")])
     assert Run.read(tmp_path / "hub").config == run.config
 
 

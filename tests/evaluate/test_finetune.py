@@ -20,7 +20,6 @@ from curvssl.evaluate import finetune as few
 from curvssl.evaluate.features import Features
 from curvssl.evaluate.probes import linear
 from curvssl.evaluate.runs import features_of
-from curvssl.files import write_json
 from curvssl.rundir import Run
 
 
@@ -38,8 +37,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
 def run(tmp_path: Path) -> Run:
     """A finished run on the digits; what it learned does not matter here."""
     run = Run.create(tmp_path / "run", TINY)
+    run.keep_json("data.json", describe(load("digits")), of=(), by="")
     run.save_net(run.make_net(channels=3), channels=3)
-    write_json(run.path / "data.json", describe(load("digits")))
     return run
 
 
@@ -205,7 +204,7 @@ def test_the_command_prints_and_keeps_every_draw_and_goes_on_where_it_was_killed
 
     killed = json.loads(json.dumps(whole))  # as after a kill in the second draw
     del killed["3"]["fine-tuned"]["accuracy"][1:], killed["3"]["from scratch"]["accuracy"][1:]
-    write_json(run.path / "finetune.json", killed)
+    run.keep_json("finetune.json", killed, by="curvssl finetune RUN")
     main(command)
     assert computed == [("fine-tuned", 1), ("from scratch", 1)]
     assert capsys.readouterr().out == printed  # to the last digit, as if it had never been stopped
@@ -218,7 +217,7 @@ def test_the_command_prints_and_keeps_every_draw_and_goes_on_where_it_was_killed
 def test_an_entry_of_other_settings_is_computed_anew(run: Run):
     other = few.settings_of(run, n=30) | {"lr": 1.0}
     entry = {way: {"accuracy": [1.5, 2.5]} for way in few.WAYS} | {"settings": other}
-    write_json(run.path / "finetune.json", {"3": entry, "5": entry})
+    run.keep_json("finetune.json", {"3": entry, "5": entry}, by="curvssl finetune RUN")
     again = few.finetune(run, labels=["3"], draws=1)
     assert all(len(again["3"][way]["accuracy"]) == 1 for way in few.WAYS)
     assert again["3"]["settings"]["lr"] == few.LR
@@ -228,5 +227,6 @@ def test_an_entry_of_other_settings_is_computed_anew(run: Run):
 def test_data_without_labels_are_told_so(run: Run, tmp_path: Path):
     np.save(tmp_path / "pixels.npy", load("digits").train.images.pixels[:200].numpy())
     unlabelled = Run.create(tmp_path / "other", dataclasses.replace(TINY, dataset=f"array:{tmp_path / 'pixels.npy'}"))
+    unlabelled.keep_json("data.json", describe(load(unlabelled.config.dataset)), of=(), by="")
     with pytest.raises(UserError, match="has no labels to learn from; curvssl quality"):
         few.finetune(unlabelled, labels=["10"])
