@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint lint-js clean
+.PHONY: demo test faults lint lint-js clean
 
 demo: .venv/.demo
 	$(BIN)/curvssl demo
@@ -10,6 +10,11 @@ demo: .venv/.demo
 # Two test files at a time, each with one thread: many of the tests start processes of their own.
 test: .venv/.dev lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Damage, kills, full disks: the campaigns of docs/reliability.md. Under an hour on two free cores.
+faults: .venv/.dev
+	$(BIN)/python benchmarks/faults.py --out results/faults.json
+	$(BIN)/python results/tables.py
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -38,6 +38,8 @@ LIDAR_IMAGES, LIDAR_VIEWS = 1_000, 10  # of those. LiDAR's authors take 50 views
 def dataset_of(run: Run, *, source: str = "auto") -> Dataset:
     """The data of a run, with the mean and standard deviation that its training used."""
     data = load_on_ranks(run.config.dataset, source=source, size=run.config.image_size)
+    if not run.knows("data.json"):
+        return data  # not trained yet
     known = run.settled("data.json", describe(data))
     if why := changed_since(known, data):
         raise UserError(f"{data.name} has changed since {run.path} was trained ({why}): restore it, or pretrain again")
