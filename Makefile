@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test fuzz lint lint-js clean
+.PHONY: demo test fuzz faults lint lint-js clean
 
 demo: .venv/.demo
 	$(BIN)/curvssl demo
@@ -14,6 +14,11 @@ test: .venv/.dev lint
 # 100,000 random inputs to the library; `make test` has 500 of them.
 fuzz: .venv/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fuzz.py
+
+# Damage, kills, full disks: the campaigns of docs/reliability.md. Under an hour on two free cores.
+faults: .venv/.dev
+	$(BIN)/python benchmarks/faults.py --out results/faults.json
+	$(BIN)/python results/tables.py
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

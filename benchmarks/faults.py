@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -49,6 +50,11 @@ from curvssl.evaluate import maps
 from curvssl.files import write_json
 from curvssl.paper import studies
 from curvssl.rundir import provenance
+
+for needed in ("train.loop", "evaluate.runs", "report.collect", "report.seen", "paper.reproduce", "verify", "models"):
+    importlib.import_module(f"curvssl.{needed}")  # here, and not in every fork
+for needed in ("safetensors.torch", "sklearn.metrics", "torch.utils.tensorboard", "tqdm", "curvssl.outliers"):
+    importlib.import_module(needed)
 
 PATIENCE = 120  # seconds; a command of this world takes two
 CLOCKS = ("seconds", "views_per_s", "created", "command", "seconds_with_probes")

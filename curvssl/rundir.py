@@ -127,9 +127,11 @@ class Run:
     def read_json(self, name: str) -> dict[str, Any]:
         """A file that this command does not make again: an error if it is not as it was written, empty if there never
         was one."""
-        if not os.path.lexists(self.path / name) and name not in self.manifest.entries():
-            return {}
-        return json.loads(self.manifest.content(name))
+        return json.loads(self.manifest.content(name)) if self.knows(name) else {}
+
+    def knows(self, name: str) -> bool:
+        """Whether there is such a file, or should be."""
+        return os.path.lexists(self.path / name) or name in self.manifest.entries()
 
     def settled(self, name: str, value: Any) -> dict[str, Any]:
         """What a file holds. If it is damaged or missing and held this value, it is written again."""

@@ -3,6 +3,7 @@
 A table is between `<!-- table NAME -->` and `<!-- end -->`; NAME is a function below.
 """
 
+import functools
 import json
 import random
 import re
@@ -743,6 +744,84 @@ def device_minutes(cells: Iterable[Any]) -> float:
     return spent / 60
 
 
+def of_campaign(table: Callable[[], str]) -> Callable[[], str]:
+    """A table of the campaigns of benchmarks/faults.py, or where to find it."""
+
+    @functools.wraps(table)
+    def made() -> str:
+        return table() if (HERE / "faults.json").exists() else "Not run yet: `make faults`.\n"
+
+    return made
+
+
+DAMAGE_VERDICTS = {"told": "told", "mended": "mended", "same": "the same", "failed": "failed"}
+
+
+@of_campaign
+def faults_damage() -> str:
+    """What each kind of damage did."""
+    found = read("faults.json")["corruption"]["by_damage"]
+    rows = [[kind, *verdict_columns(counts)] for kind, counts in found.items()]
+    totals = [sum(int(row[i]) for row in rows) for i in range(1, 6)]
+    return markdown(("damage", "cases", *DAMAGE_VERDICTS.values()), [*rows, ["all", *map(str, totals)]], "faults.json")
+
+
+def verdict_columns(counts: dict[str, int]) -> list[str]:
+    """The number of cases, then of each verdict; whatever is no verdict of ours has failed."""
+    good = [counts.get(name, 0) for name in ("told", "mended", "same")]
+    return [str(n) for n in (sum(counts.values()), *good, sum(counts.values()) - sum(good))]
+
+
+@of_campaign
+def faults_files() -> str:
+    """The same by file."""
+    found = read("faults.json")["corruption"]["by_file"]
+    names = {
+        "stopped/OLDER": "stopped/checkpoint-*.pt, the older",
+        "stopped/NEWER": "stopped/checkpoint-*.pt, the newer",
+    }
+    rows = [[f"`{names.get(name, name)}`", *verdict_columns(counts)] for name, counts in sorted(found.items())]
+    return markdown(("file", "cases", *DAMAGE_VERDICTS.values()), rows, "faults.json")
+
+
+@of_campaign
+def faults_kills() -> str:
+    names = {
+        "begin": "pretrain",
+        "two ranks": "pretrain over two ranks",
+        "data": "the cache's first write",
+        "pack": "pack, over an older pack",
+    }
+    found = read("faults.json")["kills"]
+    rows = [
+        [names.get(name, name), *(str(counts.get(key, 0)) for key in ("kills", "worlds", "same", "failed"))]
+        for name, counts in found.items()
+    ]
+    totals = [sum(int(row[i]) for row in rows) for i in range(1, 5)]
+    header = ("killed", "kills", "worlds", "the same to the last bit", "failed")
+    return markdown(header, [*rows, ["all", *map(str, totals)]], "faults.json")
+
+
+@of_campaign
+def faults_rest() -> str:
+    found = read("faults.json")
+    disks = found["full_or_read_only_disk"]
+    rows = [
+        [
+            "a full or a read-only disk: a line, then the same result",
+            str(sum(disks.values())),
+            str(disks.get("failed", 0)),
+        ]
+    ]
+    for key, what in (
+        ("changed_data", "changed images: a line, exit code 2"),
+        ("two_processes", "two processes on one run: refused, or the same result"),
+    ):
+        verdicts = list(found[key].values())
+        rows.append([what, str(len(verdicts)), str(verdicts.count("failed"))])
+    return markdown(("", "cases", "failed"), rows, "faults.json")
+
+
 def of_study(name: str) -> Callable[[], str]:
     """The table of a study of `curvssl reproduce`."""
 
@@ -806,6 +885,10 @@ MADE = (
     streaming,
     weak_scaling,
     communication,
+    faults_damage,
+    faults_files,
+    faults_kills,
+    faults_rest,
 )
 TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in MADE}
 TABLES |= {f"study-{name}": of_study(name) for name in ("faithful", "literal", "alpha", "recipe", "precision")}

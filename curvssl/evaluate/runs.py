@@ -44,6 +44,8 @@ class Changed(UserError):
 def dataset_of(run: Run, *, source: str = "auto") -> Dataset:
     """The data of a run, with the mean and standard deviation that its training used."""
     data = load_on_ranks(run.config.dataset, source=source, size=run.config.image_size)
+    if not run.knows("data.json"):
+        return data  # not trained yet
     known = run.settled("data.json", describe(data))
     if why := changed_since(known, data):
         raise Changed(f"{data.name} has changed since {run.path} was trained ({why}): restore it, or pretrain again")

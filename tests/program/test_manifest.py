@@ -10,14 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from pipeline import TINY, one_thread
 
 from curvssl import files, manifest
 from curvssl.cli import main
 from curvssl.config import UserError
+from curvssl.data.arrays import ArrayImages, open_array
+from curvssl.data.named import Dataset, changed_since, describe, load
+from curvssl.data.pack import pack
 from curvssl.manifest import Manifest, Wrong, seal, sealed
 from curvssl.rundir import Run
 from curvssl.train.loop import pretrain
+from curvssl.verify import verify
 
 
 class Killed(BaseException):
@@ -268,3 +273,77 @@ def test_a_flipped_bit_of_a_checkpoint_goes_back_to_the_one_before(tmp_path: Pat
     assert state["step"] == 1
     assert "checkpoint-2.pt has changed since it was written" in capsys.readouterr().err
     assert (tmp_path / "checkpoint-2.pt.damaged").read_bytes() == bytes(damaged)
+
+
+# ---- a pack, and other own images
+
+
+@pytest.fixture
+def pixels(tmp_path: Path) -> Path:
+    """A folder of forty images in two classes."""
+    for i in range(40):
+        file = tmp_path / "in" / "ab"[i % 2] / f"{i:02}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8), i, dtype=np.uint8)).save(file)
+    return tmp_path / "in"
+
+
+def test_every_image_of_a_pack_is_compared_when_it_is_read(pixels: Path, tmp_path: Path):
+    out, _ = pack(pixels, tmp_path / "x.npy", size=8, progress=False)
+    assert verify(out) == 40
+    whole = out.read_bytes()
+    for place in (150, -1):  # in the first image, and in the last one
+        flipped = bytearray(whole)
+        flipped[place] ^= 1
+        out.write_bytes(flipped)
+        row = 0 if place > 0 else 39
+        with pytest.raises(UserError, match=rf"^image {row} of .*x\.npy has changed since it was packed: pack the"):
+            for _ in ArrayImages.of(open_array(out)).batches([torch.arange(40)], workers=2):
+                pass
+    out.write_bytes(whole[:-64].replace(b"(40, ", b"(39, "))
+    with pytest.raises(UserError, match=r"x\.npy has changed since it was packed"):
+        open_array(out)
+
+
+def test_a_pack_without_its_labels_or_its_manifest_is_no_plain_array(pixels: Path, tmp_path: Path):
+    out, _ = pack(pixels, tmp_path / "x.npy", size=8, progress=False)
+    labels = out.with_suffix(".labels.npz")
+    kept = labels.read_bytes()
+    labels.unlink()
+    with pytest.raises(UserError, match=rf"x\.labels\.npz is missing: curvssl pack FOLDER {out} makes it again"):
+        open_array(out)
+    labels.write_bytes(kept)
+    out.with_suffix(".manifest.json").unlink()
+    with pytest.raises(UserError, match=r"x\.manifest\.json of this pack is missing"):
+        open_array(out)
+    assert verify(out, accept=True) == 40
+
+
+def test_own_images_that_changed_are_noticed_without_reading_all_of_them(
+    pixels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    def data() -> Dataset:
+        return load(f"folder:{pixels}", size=8)
+
+    known = json.loads(json.dumps(describe(data())))
+    assert changed_since(known, data()) == ""
+    os.utime(pixels / "a" / "00.png", ns=(0, 0))
+    capsys.readouterr()
+    assert changed_since(known, data()) == ""
+    assert "were written to since the run began" in capsys.readouterr().err
+    with open(pixels / "a" / "00.png", "ab") as file:  # its pixels are the same
+        file.write(b"more")
+    assert changed_since(known, data()).startswith("sizes, times differ")
+
+
+def test_labels_and_test_rows_of_an_array_are_part_of_what_it_is(tmp_path: Path):
+    file, images = tmp_path / "x.npz", np.arange(50 * 16, dtype=np.uint8).reshape(50, 4, 4)
+    labels = np.arange(50) % 2
+    np.savez(file, images=images, labels=labels)
+    known = json.loads(json.dumps(describe(load(f"array:{file}"))))
+    np.savez(file, images=images, labels=1 - labels)
+    assert changed_since(known, load(f"array:{file}")).startswith("labels differ")
+    row = int(load(f"array:{file}").test.images.rows[0])
+    images[row] ^= 1
+    np.savez(file, images=images, labels=labels)
+    assert changed_since(known, load(f"array:{file}")).startswith("pixels differ")
