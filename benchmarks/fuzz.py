@@ -19,6 +19,9 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +61,12 @@ def case(i: int, *, seed: int) -> tuple[str, Callable[[], str]]:
     return name, lambda: CHECKS[name][0](draw)
 
 
-def run(cases: int, *, seed: int) -> tuple[dict[str, Counter[str]], list[dict[str, Any]]]:
+def run(cases: range, *, seed: int) -> tuple[dict[str, Counter[str]], list[dict[str, Any]]]:
     """Outcomes by function, and what went wrong."""
+    torch.set_num_threads(1)
     counts: dict[str, Counter[str]] = {name: Counter() for name in CHECKS}
     faults = []
-    for i in range(cases):
+    for i in cases:
         name, check = case(i, seed=seed)
         try:
             with np.errstate(all="ignore"):
@@ -82,19 +86,25 @@ def main() -> None:
     parser.add_argument("--only", type=int, help="one case, with its traceback")
     parser.add_argument("--out", type=Path, default=Path("results/fuzz.json"))
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     if arguments.only is not None:
         print(case(arguments.only, seed=arguments.seed)[1]())
         return
     started = time.monotonic()
-    counts, faults = run(arguments.cases, seed=arguments.seed)
+    counts: dict[str, Counter[str]] = {name: Counter() for name in CHECKS}
+    faults: list[dict[str, Any]] = []
+    parts = [range(start, min(start + 500, arguments.cases)) for start in range(0, arguments.cases, 500)]
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for found, wrong in pool.map(partial(run, seed=arguments.seed), parts):
+            faults += wrong
+            for name in CHECKS:
+                counts[name] += found[name]
     outcomes = ("right", "refused", "shown", "finite", "FAULT")
     print(f"{'':36}" + "".join(f"{outcome:>9}" for outcome in outcomes))
-    for name, found in counts.items():
-        print(f"{name:36}" + "".join(f"{found[outcome]:9}" for outcome in outcomes))
+    for name, outcome_of in counts.items():
+        print(f"{name:36}" + "".join(f"{outcome_of[outcome]:9}" for outcome in outcomes))
     for fault in faults[:50]:
         print(fault)
-    result = {"counts": {name: {o: found[o] for o in outcomes} for name, found in counts.items()}, "faults": faults}
+    result = {"counts": {name: {o: of[o] for o in outcomes} for name, of in counts.items()}, "faults": faults}
     facts = {"cases": arguments.cases, "seed": arguments.seed, "seconds": round(time.monotonic() - started)}
     write_json(arguments.out, facts | result | {"provenance": provenance(device="CPU")})
     raise SystemExit(bool(faults))

@@ -222,8 +222,8 @@ def kernel_width(x: Tensor, *, kernel: AnyKernel, gamma: float | str) -> Tensor:
     A number is used as it is. "auto" is 1/d and "scale" is 1/(d · Var x), as in scikit-learn's SVC. "median" is
     1/(2m²), and 1/m for the Laplacian's ‖·‖₁. Here m is a median of medians: the median over the points of each
     point's median distance to the others. This is close to the usual median over all pairs, but not equal to it. Of
-    more than 512 points, every second, third, … row is taken, so that at most 512 are left. If all points are equal,
-    γ is 1.
+    more than 512 points, every second, third, … row is taken, so that at most 512 are left. If m or the variance is 0,
+    because points are equal, γ is 1.
     """
     check_gamma(gamma)
     if not isinstance(gamma, str):

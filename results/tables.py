@@ -619,9 +619,21 @@ def outliers_classes() -> str:
     return outlier_tables("scikit-learn")
 
 
+def outliers_new() -> str:
+    return outlier_tables("keel")
+
+
 def outlier_margins() -> str:
-    """Our default minus each peer on the reporting half, and bootstrap 95 % intervals over the tables."""
-    tables = list(read("outliers.json")["report"]["tables"].values())
+    return margins_of("report")
+
+
+def outlier_margins_new() -> str:
+    return margins_of("keel")
+
+
+def margins_of(group: str) -> str:
+    """Our default minus each peer on a group of tables, and bootstrap 95 % intervals over the tables."""
+    tables = list(read("outliers.json")[group]["tables"].values())
     draw = random.Random(0)
     samples = [draw.choices(range(len(tables)), k=len(tables)) for _ in range(2000)]
     ours, *peers = tables[0]["mixed"]
@@ -877,7 +889,9 @@ MADE = (
     outliers,
     outliers_chosen,
     outliers_classes,
+    outliers_new,
     outlier_margins,
+    outlier_margins_new,
     outliers_tried,
     fuzz,
     memory,

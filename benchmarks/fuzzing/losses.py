@@ -131,7 +131,7 @@ def check_barlow(draw: Draw) -> str:
         square = c.square()
         return (c.diagonal() - 1).square().sum() + weight * (square.sum() - square.diagonal().sum())
 
-    return compare_loss(loss(z0, z1), (z0, z1), plain, scales, blur * eps_of(z0) * (1 + d * (weight > 0)), room)
+    return compare_loss(loss(z0, z1), (z0, z1), plain, scales, max(1, blur) * eps_of(z0) * (1 + d * (weight > 0)), room)
 
 
 def check_curvature_loss(draw: Draw) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import oracles
@@ -229,7 +230,7 @@ def test_one_duplicate_leaves_the_curvature_of_the_other_edges() -> None:
 
 
 @pytest.mark.parametrize("name", SCORES)
-@pytest.mark.parametrize("scale", [0.0, 1e-18, 1e-14, 1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-18, 1e-6, 1.0, 1e6])
 def test_scores_and_gradients_are_finite_in_float32_at_any_scale_with_duplicates(name: str, scale: float) -> None:
     x = (scale * normal(12, 3)).float()
     x[1:4] = x[0]
@@ -237,6 +238,48 @@ def test_scores_and_gradients_are_finite_in_float32_at_any_scale_with_duplicates
     c = SCORES[name](x)
     assert c.isfinite().all()
     assert torch.autograd.grad(c.sum(), x)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("power", [-100, -60, 65, 100, 125])
+def test_float32_scores_are_the_same_to_the_last_bit_at_every_power_of_two(power: int) -> None:
+    x = normal(30, 3).float().requires_grad_()
+    far = (x.detach() * 2.0**power).requires_grad_()
+    for score in (curvature, kernel_curvature, lambda x: kernel_curvature(x, kernel="laplacian")):
+        values = score(x), score(far)
+        torch.testing.assert_close(values[0], values[1], rtol=0, atol=0)
+        near, scaled = (torch.autograd.grad(value.sum(), at)[0] for value, at in zip(values, (x, far), strict=True))
+        if abs(power) <= 100:  # beyond, the gradient itself is subnormal
+            torch.testing.assert_close(scaled * 2.0**power, near, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("measure", [nearest_neighbors, curvature, kernel_curvature])
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (torch.tensor([[0.0, torch.nan]] * 12), "points hold values from nan to nan: needed finite numbers"),
+        (torch.tensor([[0.0, torch.inf]] * 12), "points hold values from 0.0 to inf: needed finite numbers"),
+        (normal(12, 2).to(torch.complex64), "points are complex"),
+        (normal(12, 2).to_sparse(), "points are sparse"),
+        (normal(12, 0), r"points have shape \(12, 0\): needed one dimension or more"),
+        (None, "points are of type NoneType: needed a tensor or an array of numbers"),
+        ([["a"]] * 12, "points are of type list: needed a tensor or an array of numbers"),
+    ],
+)
+def test_what_is_no_point_is_refused(measure: Score, x: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        measure(x)
+
+
+def test_integers_keep_all_their_digits() -> None:
+    x = torch.tensor([[0], [3], [4]]) + 2**40  # equal in float32
+    assert nearest_neighbors(x, k=1).tolist() == [[1], [2], [1]]
+    assert curvature(x, k=2).tolist() == [1, -1, 1]
+
+
+def test_faces_that_are_no_lists_of_vertices_are_refused() -> None:
+    for faces in (None, [0, 1, 2], [["a", 1, 2]], [[0.5, 1, 2]]):
+        with pytest.raises(ValueError, match="faces are not lists of vertex numbers"):
+            angular_defect(X, faces)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", SCORES)

@@ -293,6 +293,43 @@ def test_non_finite_embedding_raises_nothing_and_the_terms_show_it(name: str, po
     assert not all(term.isfinite() for term in loss.terms(z0, z1).values())
 
 
+@pytest.mark.parametrize("name", ["barlow-twins", "curvature", "rbf"])
+@pytest.mark.parametrize("power", [-90, 65, 100])
+def test_a_loss_without_epsilon_is_the_same_to_the_last_bit_at_every_power_of_two(name: str, power: int) -> None:
+    made: dict[str, Callable[[], Any]] = {
+        "barlow-twins": lambda: BarlowTwinsLoss(eps=1e-5 if power > 0 else 1e-40),
+        "curvature": lambda: Curvature(k=K),
+        "rbf": lambda: Curvature(k=K, kernel="rbf"),
+    }
+    z0, z1 = (z.float() for z in views())
+    near, far = (value_and_gradients(made[name](), s * z0, s * z1) for s in (1.0, 2.0**power))
+    torch.testing.assert_close(far[0], near[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(far[1] * 2.0**power, near[1], rtol=1e-3, atol=1e-4)
+
+
+def test_a_constant_feature_of_any_size_counts_as_constant() -> None:
+    z0, z1 = (z.float() for z in views())
+    z0[:, 1] = 1234.567  # seven of these over seven is another number
+    small = z0.clone()
+    small[:, 1] = 0
+    torch.testing.assert_close(BarlowTwinsLoss()(z0[:7], z1[:7]), BarlowTwinsLoss()(small[:7], z1[:7]))
+
+
+def test_a_loss_of_finite_embeddings_that_is_not_finite_is_refused() -> None:
+    z0, z1 = (1e20 * z.float() for z in views())
+    with pytest.raises(
+        ValueError, match=r"the loss of embeddings up to .*e\+20 does not fit into torch.float32: scale"
+    ):
+        VICRegLoss()(z0, z1)
+    for wrong, words in (
+        (None, "got a NoneType"),
+        (z0.int(), "got a tensor of torch.int32"),
+        (z0.to_sparse(), "sparse"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            VICRegLoss()(wrong, wrong)  # type: ignore[arg-type]
+
+
 # ---- errors ----
 
 

@@ -84,6 +84,18 @@ def test_neighbours_are_exact_in_float32_whatever_lies_far_away(
     assert_nearest(search(x, k=10), x, k=10)
 
 
+@pytest.mark.parametrize("far", [3e19, 1e30, 1e-30])
+def test_neighbours_are_exact_at_every_scale_also_of_two_clouds_whose_scales_differ(far: float) -> None:
+    cloud = normal(60, 4).float()
+    assert_nearest(nearest_neighbors(far * cloud), cloud, k=10)
+    both = torch.cat((cloud, far * cloud))
+    expected = nearest_neighbors(cloud)
+    small, large = (cloud, far * cloud) if far > 1 else (far * cloud, cloud)
+    near = nearest_neighbors(torch.cat((small, large)))[:60]
+    torch.testing.assert_close(near, expected)  # to one another the points of the small cloud are as before
+    assert nearest_neighbors(both.double()).shape == (120, 10)
+
+
 def test_block_by_block_finds_what_one_block_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     x = normal(50, 4).float()
     whole = nearest_neighbors(x, k=5), kernel_curvature(x, k=5, kernel="laplacian")

@@ -100,6 +100,29 @@ def test_a_small_cluster_far_away_scores_below_every_point_of_a_large_one() -> N
     assert np.median(lof[300:315]) > lof[:300].min()  # the cluster looks normal to neighbourhoods of ten
 
 
+@pytest.mark.parametrize("parameters", [{}, {"n_neighbors": 10}, {"n_neighbors": 10, "kernel": "rbf"}])
+def test_a_point_at_any_distance_is_an_outlier_and_any_scale_gives_the_same_scores(parameters: dict[str, Any]) -> None:
+    x, _ = cloud_with_outliers(d=4)
+    detector = CurvatureOutlierDetector(**parameters).fit(x)
+    for size in (1e9, 1e200, 1.7e308):
+        assert detector.predict([[size] * 4]) == [-1]
+    for scale in (1e-300, 1e300):
+        scores = CurvatureOutlierDetector(**parameters).fit(x * scale).scores_
+        np.testing.assert_allclose(scores, detector.scores_, rtol=1e-9, atol=1e-9)
+    # One such point in the table costs the others no digits: nobody has it as a neighbour.
+    far = CurvatureOutlierDetector(**({"n_neighbors": 10} | parameters)).fit(np.concatenate((x, [[1e200] * 4])))
+    alone = CurvatureOutlierDetector(**({"n_neighbors": 10} | parameters)).fit(x)
+    np.testing.assert_allclose(
+        far.scores_[:-1], alone.scores_, rtol=1e-6, atol=1e-2 if parameters.get("kernel") else 1e-9
+    )
+
+
+def test_what_is_no_table_is_refused() -> None:
+    for wrong in (None, "rows", {}):
+        with pytest.raises(ValueError, match="needed an array of numbers"):
+            CurvatureOutlierDetector().fit(wrong)
+
+
 @pytest.mark.parametrize("copies", [2, 60])
 def test_twins_are_neighbours_and_do_not_make_a_score_infinite(copies: int) -> None:
     x = np.concatenate((np.repeat([[0.0, 0.1], [7.3, 0.0]], copies, axis=0), [[3.0, 40.0]]))
