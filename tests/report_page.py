@@ -174,7 +174,10 @@ class Opened:
 
     def screen(self, row: int, *, view: str = "maps[0]") -> tuple[float, float]:
         """Where a point is in the window, after its canvas has been scrolled into view."""
-        self.page.evaluate(f"{view}.over.scrollIntoView({{ block: 'center', behavior: 'instant' }})")
+        scrolled = f"""(() => {{ const from = scrollY;
+            {view}.over.scrollIntoView({{ block: 'center', behavior: 'instant' }}); return scrollY !== from; }})()"""
+        if self.page.evaluate(scrolled):
+            self.frame()
         x, y = self.page.evaluate(
             f"""(() => {{ const box = {view}.over.getBoundingClientRect(), [x, y] = {view}.screen({row});
                 return [box.left + x, box.top + y]; }})()"""
@@ -214,6 +217,16 @@ class Opened:
             selector,
         )
         return [[np.array(data, np.uint8).reshape(h, w, 4)[..., :3] for h, w, data in row] for row in rows]
+
+    def selected(self) -> list[int]:
+        """The rows of the selected images, in order."""
+        return self.page.evaluate("[...choices[state.split].selected].sort((a, b) => a - b)")
+
+    def search(self, text: str) -> None:
+        """Type a text and go to the first image that is found."""
+        self.page.fill("#search-text", text)
+        self.page.press("#search-text", "Enter")
+        self.frame()
 
     def rows_of(self, selector: str) -> list[int]:
         """The rows of the images in a gallery."""
