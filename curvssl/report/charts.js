@@ -156,7 +156,7 @@ function drawStar(canvas, run, row, tips) {
   const at = ([x, y] = /** @type {number[]} */ ([0, 0])) => [size / 2 + scale * (x - middle(xs)), size / 2 - scale * (y - middle(ys))];
   context.clearRect(0, 0, size, size);
   for (const tip of tips) line(context, [at(), at(tip)], style.getPropertyValue("--muted"), 2);
-  context.imageSmoothingEnabled = run.split.side > thumb;
+  context.imageSmoothingEnabled = run.split.side > thumb || !run.split.exact;
   const near = neighborsOf(run, row);
   const framed = (/** @type {number} */ which, /** @type {number[]} */ [x, y], /** @type {number} */ side, /** @type {string} */ colour) => {
     context.fillStyle = colour;

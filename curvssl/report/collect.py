@@ -94,7 +94,7 @@ def collect(run: Run, *, source: str = "auto", points: bool = True) -> RunData:
         total=len(place),
     )
     h = features.h[rows]
-    neighbors = nearest_neighbors(h, k=min(NEIGHBORS, len(h) - 1))
+    neighbors = nearest_neighbors(h.to(best_device()), k=min(NEIGHBORS, len(h) - 1)).cpu()
     distances, cosines = edges_of(h, neighbors)
     measure = curvature_measure(run, n=len(rows))
     made = Points(

@@ -3,7 +3,7 @@
 
 /** @typedef {{type: "u8" | "u16" | "u32", data: string, low?: number, high?: number}} Packed */
 /** @typedef {{name: string, classes: string[], count: number, total: number, files: string[], side: number,
- *   columns: number, perSheet: number, sheets: string[], index: Packed | null, label: Packed | null}} RawSplit */
+ *   exact: boolean, columns: number, perSheet: number, sheets: string[], index: Packed | null, label: Packed | null}} RawSplit */
 /** @typedef {{kind: string, xy: Packed, predicted: Packed | null, confidence: Packed | null, curvature: Packed[], outlier: Packed,
  *   neighbors: Packed, distances: Packed, cosines: Packed}} RawPoints */
 /** @typedef {{accuracy?: number[], mean?: number, std?: number}} Score */
@@ -18,7 +18,7 @@
  *   groups: {name: string, runs: number[]}[], seen: Seen[]}} Payload */
 
 /** @typedef {Uint8Array | Uint16Array | Uint32Array} Integers */
-/** @typedef {{name: string, classes: string[], count: number, total: number, side: number, label: Integers | null,
+/** @typedef {{name: string, classes: string[], count: number, total: number, side: number, exact: boolean, label: Integers | null,
  *   index: (row: number) => number, path: (row: number) => string, matching: (text: string) => number[], ready: boolean,
  *   paint: (context: CanvasRenderingContext2D, row: number, x: number, y: number, size: number) => void}} Split */
 /** @typedef {{id: number, name: string, split: Split, splitId: number, kind: string, xy: Float32Array, predicted: Integers | null,
@@ -56,16 +56,20 @@ function openSplit(raw, loaded) {
     count: raw.count,
     total: raw.total,
     side: raw.side,
+    exact: raw.exact,
     label,
     index,
     path: (row) => raw.files[row] ?? `image ${index(row)}`,
     matching(text) {
-      const words = folded(text).split(/\s+/).filter(Boolean);
+      const phrase = folded(text).trim();
+      const words = phrase.split(/\s+/).filter(Boolean);
       if (!raw.files.length && words.length && words.every((word) => /^\d+$/.test(word))) {
         return Array.from({ length: raw.count }, (_, row) => row).filter((row) => words.includes(String(index(row))));
       }
       if (!texts.length) texts = raw.files.length ? raw.files.map(folded) : Array.from(label ?? [], (id) => folded(raw.classes[id]));
-      return words.length ? texts.flatMap((name, row) => (words.every((word) => name.includes(word)) ? [row] : [])) : [];
+      const holding = (/** @type {string[]} */ parts) => texts.flatMap((name, row) => (parts.every((part) => name.includes(part)) ? [row] : []));
+      const whole = words.length ? holding([phrase]) : [];
+      return whole.length || words.length < 2 ? whole : holding(words); // words anywhere, unless they stand together somewhere
     },
     ready: false,
     paint(context, row, x, y, size) {

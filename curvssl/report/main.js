@@ -135,7 +135,7 @@ function stars() {
   const paint = [];
   byId("stars").replaceChildren(...state.shown.map((run) => {
     const own = run.split === splits[state.split] && wanted >= 0;
-    const row = own ? wanted : largest(run.curvature[0], 1)[0];
+    const row = own ? wanted : run.curvature[0].reduce((best, value, at, all) => (value > all[best] ? at : best), 0);
     const { tips, held, cosine } = edgePlane(run, row);
     const canvas = /** @type {HTMLCanvasElement} */ (element("canvas", { width: 520, height: 520, class: "star", role: "img", "aria-label": `Edges from ${run.split.path(row)} to its neighbours` }));
     const near = neighborsOf(run, row);

@@ -267,7 +267,7 @@ class Cloud {
   drawImages(rows, choice) {
     const { context, ratio } = this;
     const size = Math.round(30 * ratio);
-    context.imageSmoothingEnabled = this.run.split.side > size;
+    context.imageSmoothingEnabled = this.run.split.side > size || !this.run.split.exact;
     for (const row of rows) {
       const [x, y] = this.screen(row).map((value) => Math.round(value * ratio - size / 2));
       context.globalAlpha = choice.selected.size && !choice.selected.has(row) ? 0.25 : 1;

@@ -11,6 +11,7 @@ function build() {
   byId("maps").replaceChildren();
   byId("scatters").replaceChildren();
   document.body.classList.toggle("two", shown.length > 1);
+  document.body.classList.toggle("unlabelled", shown.every((run) => !run.split.label)); // file names need more room
   maps = shown.map((run) => {
     const host = element("div", { class: "canvas" });
     const zoom = (/** @type {number} */ factor) => () => maps[slot(run)].zoom(factor, host.clientWidth / 2, host.clientHeight / 2);
@@ -37,7 +38,7 @@ function build() {
       element("h4", {}, "Least curved"), gallery(run, largest(both.map((value) => -value), 16), caption))];
   }));
   const small = Math.min(...shown.map((run) => run.split.side));
-  byId("thumbnails").textContent = shown.some((run) => run.split.count > 2500) ? ` Their thumbnails have ${small}×${small} pixels, to keep this file small.` : "";
+  byId("thumbnails").textContent = shown.some((run) => run.split.count > 2500) ? ` Thumbnails of ${small}×${small} pixels keep this file small.` : "";
   judged();
   found();
   recolour();

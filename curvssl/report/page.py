@@ -29,7 +29,7 @@ SHEET = 100  # thumbnails per side of a sprite sheet: browsers decode 3,200 × 3
 LIMIT = 100_000  # images on a page; of more, a random sample with a fixed seed
 # Up to how many images a thumbnail has how many pixels a side. A pixel takes about a quarter of a byte in the file, and
 # four bytes in a browser.
-SIDES = {2_500: 64, 25_000: 32, 45_000: 24, LIMIT: 16}
+SIDES = {2_500: 64, 25_000: 32, LIMIT: 24}
 LOSSLESS = 16, 10_000_000  # pixels a side and in all, up to which thumbnails are exact
 # "image", "global 1", "global 2", "local 1", …, "blend": uint8 (n, 1 or 3, height, width) each
 Columns = Mapping[str, np.ndarray]
@@ -166,7 +166,7 @@ def thumbnails(images: np.ndarray) -> dict[str, Any]:
         grid = part.reshape(rows, columns, -1, side, side).transpose(0, 3, 1, 4, 2)
         grid = grid.reshape(rows * side, columns * side, -1)
         sheets.append(_webp(Image.fromarray(grid.squeeze(2) if grid.shape[2] == 1 else grid), lossless=lossless))
-    return {"side": side, "columns": columns, "perSheet": columns * SHEET, "sheets": sheets}
+    return {"side": side, "exact": lossless, "columns": columns, "perSheet": columns * SHEET, "sheets": sheets}
 
 
 def _tile(pixels: np.ndarray) -> str:

@@ -7,7 +7,7 @@ const MANY = 40; // with more classes than this a confusion matrix is too large 
 function thumbnail(split, row, text) {
   const label = split.label ? `, ${split.classes[split.label[row]]}` : "";
   const canvas = /** @type {HTMLCanvasElement} */ (element("canvas", {
-    width: split.side, height: split.side, class: "thumb", role: "img",
+    width: split.side, height: split.side, class: split.exact ? "thumb exact" : "thumb", role: "img",
     "aria-label": `${split.path(row)}${label}`, "data-row": row,
   }));
   const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));

@@ -303,6 +303,13 @@ def test_lasso_lists_and_exports_what_is_inside(page: Opened, grid: RunData, tmp
     for view in ("maps[0]", "maps[1]"):  # linked: selected points are bright in both maps, the others dim in both
         brightness = {row: min(page.colour(row, view=view)[:3]) for row in (int(inside[0]), outside)}
         assert brightness[outside] > 180 > brightness[int(inside[0])]
+    page.page.click("#zoom-selection")  # in both maps
+    page.frame()
+    for view in ("maps[0]", "maps[1]"):
+        x, y = np.array([page.page.evaluate(f"{view}.screen({row})") for row in inside.tolist()]).T
+        width, height = page.page.evaluate(f"[{view}.width, {view}.height]")
+        assert (x.min() > 0, y.min() > 0, x.max() < width, y.max() < height) == (True,) * 4
+        assert max(np.ptp(x) / width, np.ptp(y) / height) > 0.6
 
 
 def test_shift_adds_to_the_selection(page: Opened) -> None:
@@ -561,6 +568,89 @@ def test_seeds_of_a_method_become_a_mean_with_a_band(browser: Any, grid: RunData
     opened.context.close()
 
 
+def test_a_chart_has_a_log_axis_where_a_linear_one_would_flatten_a_curve(page: Opened, grid: RunData) -> None:
+    flattened = {
+        "[[1000, 990, 960, 900], [40, 20, 12, 10]]": True,  # two scales
+        "[[900, 40, 30, 25, 22, 20, 19, 18.5, 18, 17.8, 17.6, 17.5]]": True,  # one bad start
+        "[[40, 30, 20, 10], [38, 25, 15, 9]]": False,
+        "[[2, 1.9, 1.5, 1, 0.5, 0.1, 0.001]]": False,  # a learning rate
+        "[[-5, 1000], [0, 1]]": False,
+    }
+    for lines, expected in flattened.items():
+        assert page.page.evaluate(f"flattened({lines})") == expected, lines
+    loss = page.page.locator("#curves figure").first
+    assert "log" not in loss.locator("svg").text_content()
+    page.page.select_option("#axis", "log")
+    assert "loss, log axis" in loss.locator("svg").text_content()
+    path = loss.locator(".curve").first.get_attribute("points")
+    height = np.array([float(point.split(",")[1]) for point in path.split()])
+    logs = np.log([row["loss"] for row in grid.metrics])
+    np.testing.assert_allclose(height, np.polyval(np.polyfit(logs, height, 1), logs), atol=0.1)
+    page.page.select_option("#axis", "fitting")
+
+
+def test_curves_are_smoothed_over_epochs_and_never_drawn_beyond_what_they_can_be(page: Opened) -> None:
+    noisy = "{x: [1, 2, 3, 4, 9], mean: [1, 5, 3, 7, 100]}"
+    assert page.page.evaluate(f"smoothed({noisy}, 3)") == [3, 3, 5, 5, 100]
+    page.page.select_option("#smooth", "3")
+    assert page.page.locator("#curves figure").first.locator(".faint").count() == 2  # what was measured stays in sight
+    page.page.select_option("#smooth", "1")
+    low, high = page.page.evaluate("rangeOf('rho', 0.97, 0.98)")
+    assert (low, high) == (pytest.approx(0.875, abs=0.01), 1)
+    assert page.page.evaluate("rangeOf('knn', 99, 99.5)")[1] == 100
+    low, high = page.page.evaluate("rangeOf('loss', 5, 5)")
+    assert low < 4 < 6 < high
+
+
+def test_a_drag_across_a_chart_zooms_all_of_them_and_a_click_enlarges_one(page: Opened) -> None:
+    chart = page.page.locator("#curves figure").first.locator("svg")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    at = [box["x"] + box["width"] * share for share in (0.4, 0.8)]
+    page.page.mouse.move(at[0], box["y"] + 60)
+    page.page.mouse.down()
+    page.page.mouse.move(at[1], box["y"] + 60, steps=3)
+    page.page.mouse.up()
+    first, last = (int(page.page.input_value(f"#{end}-epoch")) for end in ("from", "to"))
+    assert 1 < first < last < 20
+    for key in ("loss", "lr"):
+        path = page.page.locator(f"[data-key={key}] .curve").first.get_attribute("points")
+        assert len(path.split()) == last - first + 1
+    page.page.fill("#to-epoch", str(first + 1))
+    page.page.press("#to-epoch", "Enter")
+    path = page.page.locator("[data-key=lr] .curve").first.get_attribute("points")
+    assert len(path.split()) == 2
+    page.page.click("#all-epochs")
+    assert page.page.input_value("#to-epoch") == "20"
+    page.page.click("[data-key=rho] svg")
+    assert page.page.locator("dialog[open] [data-key=rho] svg").bounding_box()["width"] > 2 * box["width"]
+    page.page.keyboard.press("Escape")
+    assert not page.page.is_visible("dialog")
+    page.page.click("[data-key=rho] .larger")
+    page.page.click("#enlarged-close")
+    assert not page.page.is_visible("dialog")
+
+
+# ---- the words
+
+
+def test_every_term_is_explained_by_pointing_focus_and_to_screen_readers(page: Opened) -> None:
+    page.point_at(17)
+    words = page.page.evaluate(
+        """[...document.querySelectorAll(".term")].map((one) =>
+           [one.dataset.term, document.getElementById(one.getAttribute("aria-describedby"))?.textContent ?? ""])"""
+    )
+    assert {"rho", "effective_rank", "agreement", "outlier", "curvature", "knn", "loss"} <= {name for name, _ in words}
+    assert all(len(text) > 30 for _, text in words)
+    assert not page.page.is_visible("#explain")
+    for act in ("hover", "focus"):
+        getattr(page.page, act)("#summary [data-term=rho]")
+        assert page.page.inner_text("#explain") == dict(words)["rho"]
+        page.page.mouse.move(2, 400)
+        page.page.keyboard.press("Escape")
+        assert not page.page.is_visible("#explain")
+
+
 # ---- the geometry and the provenance
 
 
@@ -635,6 +725,11 @@ def test_runs_on_different_images_do_not_link(browser: Any, grid: RunData, tmp_p
     shown = opened.rows_of("#chosen .chosen canvas")[0]
     assert opened.page.evaluate("choices[1].hover") == shown
     assert opened.page.inner_text("#chosen h3") in "abcdefghij"
+    # Each set has its own legend, whichever was used last.
+    assert opened.page.locator("#legend [data-split='1']").all_inner_texts() == list("abcdefghij")
+    assert opened.page.locator("#legend [data-split='0']").all_inner_texts() == list("0123456789")
+    opened.page.click("#legend [data-split='1'] >> nth=0")
+    assert opened.page.evaluate("choices.map((choice) => [...choice.hidden])") == [[], [0]]
     assert opened.complaints == []
     opened.context.close()
 
@@ -778,9 +873,9 @@ def test_a_run_directory_becomes_a_page(browser: Any, tmp_path: Path) -> None:
 
     from curvssl.config import demo
     from curvssl.data.named import load
+    from curvssl.data.order import permutation
     from curvssl.data.views import Augment
     from curvssl.evaluate import maps
-    from curvssl.data.order import permutation
     from curvssl.evaluate.runs import probe
     from curvssl.geometry import kernel_curvature
     from curvssl.report.collect import collect, report
