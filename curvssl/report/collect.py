@@ -4,7 +4,6 @@
 the layout of page.py. `pictures` draws one run with matplotlib.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from curvssl.data.arrays import read_arrays
 from curvssl.data.images import Images
 from curvssl.data.named import Dataset
 from curvssl.data.order import permutation
+from curvssl.data.views import Augment
 from curvssl.evaluate import maps
 from curvssl.evaluate.features import REMEDY
 from curvssl.evaluate.runs import best_device, dataset_of, features_of, images_of, probe, sampled, shown_split
@@ -41,7 +41,7 @@ from curvssl.report.page import (
 )
 from curvssl.report.seen import first_step
 from curvssl.rundir import Run
-from curvssl.train.loop import make_criterion, make_views
+from curvssl.train.loop import make_criterion
 from curvssl.train.watch import own_curvature
 
 REFERENCE = 5_000  # outliers of a larger set are sought among every second, third, … row: time grows as N · REFERENCE
@@ -107,11 +107,39 @@ def collect(run: Run, *, source: str = "auto", points: bool = True) -> RunData:
         kind=kind_of(measure, kernel=run.config.kernel),
         **(judged(run, data, split, place[rows]) if labelled else {}),
     )
-    unreadable = torch.ones(len(everything), dtype=torch.bool).index_fill(0, place, False).nonzero()[:, 0]
-    found = {"unreadable": everything[unreadable].names} if len(unreadable) else None
-    inspected = run.read_json("inspect.json") or found
-    seen = first_step(run.config, data)
-    return RunData(**numbers, points=made, pictured=pictured, seen=seen, inspected=inspected)
+    left = torch.ones(len(everything), dtype=torch.bool).index_fill(0, place, False).nonzero()[:, 0]
+    found = findings(
+        run.read_json("inspect.json"), names_of(images, split), unreadable=names_of(everything[left], split)
+    )
+    return RunData(**numbers, points=made, pictured=pictured, seen=first_step(run.config, data), findings=found)
+
+
+def names_of(images: Images, split: str) -> list[str]:
+    """What `curvssl inspect` calls the images: by their paths, or by their numbers in the array or in the split."""
+    return images.names or [f"{'row' if split == 'all' else split} {row}" for row in images.rows.tolist()]
+
+
+def findings(inspected: dict[str, Any], names: Sequence[str], *, unreadable: Sequence[str]) -> dict[str, Any]:
+    """What inspect.json has about the images with these names, in rows of the page.
+
+    Images that are not on the page are left out, and groups of which less than two are left.
+    """
+    rows = {name: row for row, name in enumerate(names)}
+
+    def kept(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [entry | {"row": rows[entry["name"]]} for entry in entries if entry["name"] in rows]
+
+    if not inspected:
+        return {"duplicates": [], "outliers": [], "typical": [], "unreadable": [{"name": name} for name in unreadable]}
+    groups = [kept(group) for group in inspected["near_duplicates"]["groups"]]
+    return {
+        "duplicates": [group for group in groups if len(group) > 1],
+        "outliers": kept(inspected["outliers"]["ranked"]),
+        "fence": inspected["outliers"]["fence"],
+        "beyond": inspected["outliers"]["beyond"],
+        "typical": kept(inspected["typical"]),
+        "unreadable": inspected["unreadable"],
+    }
 
 
 def judged(run: Run, data: Dataset, split: str, place: Tensor) -> dict[str, np.ndarray]:
@@ -198,18 +226,19 @@ def curvature_of_views(run: Run, data: Dataset, images: Images, index: Tensor, *
             return torch.from_numpy(file["curvature"])
     device = best_device()
     net = run.load_net().to(device)
-    two = dataclasses.replace(run.config, local_views=0, alpha_chord=0.0)
-    views = make_views(two, data).to(device)
+    config = run.config
+    shape: dict[str, Any] = {"size": config.image_size, "mean": data.mean, "std": data.std}
+    augments = [Augment(**shape, **vars(kind)).to(device) for kind in (config.augment, config.second_augment())]
     generator = torch.Generator().manual_seed(0)
     order = permutation(len(index), seed=0, number=0)
-    size = min(two.batch_size, len(order))
+    size = min(config.batch_size, len(order))
     starts = [min(start, len(order) - size) for start in range(0, len(order), size)]  # the last batch is full too
     batches = [order[start : start + size] for start in starts]
     scores = torch.empty(2, len(order))
     for rows, batch in zip(batches, images.batches(batches, stand_ins=False), strict=True):
-        u = [part.to(device) for part in views.draw(len(batch), generator=generator)]
-        z = net.projector(net.encoder(views(batch.to(device), u)[0])).float()
-        scores[:, rows] = measure.scores(z.unflatten(0, (2, -1))).cpu()
+        u = [torch.rand(len(batch), augment.draws, generator=generator).to(device) for augment in augments]
+        views = [augment(batch.to(device), numbers) for augment, numbers in zip(augments, u, strict=True)]
+        scores[:, rows] = measure.scores(torch.stack([net.projector(net.encoder(x)).float() for x in views])).cpu()
     write_atomic(path, lambda file: np.savez(file, index=index.numpy(), curvature=scores.numpy()))
     return scores
 

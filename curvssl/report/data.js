@@ -8,12 +8,12 @@
  *   neighbors: Packed, distances: Packed, cosines: Packed}} RawPoints */
 /** @typedef {{accuracy?: number[], mean?: number, std?: number}} Score */
 /** @typedef {{groups: string[], columns: {name: string, size: string, images: string[]}[]}} Seen */
-/** @typedef {{duplicates: number[][], outliers: {row: number, score: number}[], typical: number[],
- *   unreadable: string[]}} Inspected */
+/** @typedef {{duplicates: {row: number}[][], outliers: {row: number, score: number}[], fence?: number, beyond?: number,
+ *   typical: {row: number, stands_for: number}[], unreadable: {name: string, error?: string}[]}} Findings */
 /** @typedef {Record<string, any>} Tree */
 /** @typedef {{name: string, group: number, split: number, config: Tree, provenance: Tree, probes: Tree,
  *   metrics: Record<string, (number | null)[]>, warning: string, points: RawPoints | null,
- *   inspected: Inspected | null}} RawRun */
+ *   findings: Findings | null}} RawRun */
 /** @typedef {{title: string, created: string, version: string, splits: RawSplit[], runs: RawRun[],
  *   groups: {name: string, runs: number[]}[], seen: Seen[]}} Payload */
 

@@ -110,24 +110,26 @@ function summary() {
 
 /** What `curvssl inspect` found in the images of the runs in view. */
 function found() {
-  const runs = state.shown.filter((run) => payload.runs[run.id].inspected);
+  const runs = state.shown.filter((run) => payload.runs[run.id].findings);
   const parts = runs.flatMap((run) => {
-    const { duplicates, outliers, typical, unreadable } = /** @type {Inspected} */ (payload.runs[run.id].inspected);
+    const { duplicates, outliers, fence, beyond, typical, unreadable } = /** @type {Findings} */ (payload.runs[run.id].findings);
     const whose = runs.length > 1 ? `, ${run.name}` : "";
     const named = (/** @type {number} */ row) => fileName(run.split.path(row));
-    /** @param {string} text @param {number[]} rows @param {string} what */
-    const select = (text, rows, what) => element("button", { type: "button", onclick: () => pickOut(run, rows, what) }, text);
-    const scores = new Map(outliers.map(({ row, score }) => [row, score]));
-    const odd = [...scores.keys()];
+    const rowsOf = (/** @type {{row: number}[]} */ entries) => entries.map(({ row }) => row);
+    /** @param {number[]} rows @param {string} what */
+    const select = (rows, what) => element("button", { type: "button", onclick: () => pickOut(run, rows, what) }, `Show all ${rows.length.toLocaleString("en")} on the map`);
+    const scores = new Map(outliers.map(({ row, score }) => [row, short(score)]));
+    const stands = new Map(typical.map(({ row, stands_for: count }) => [row, count.toLocaleString("en")]));
     return [
-      ...(duplicates.length ? [card([term("duplicates", "Near-duplicates"), whose], `${counted(duplicates.length, "group")} of images with almost the same features.`,
-        element("div", { class: "groups" }, ...duplicates.slice(0, 24).map((rows) => gallery(run, rows.slice(0, 12), named))),
-        select(`Select all ${duplicates.flat().length.toLocaleString("en")} on the map`, duplicates.flat(), "near-duplicates"))] : []),
-      ...(odd.length ? [card([term("outlier", "Outliers"), whose], "The oddest first, with their scores.", gallery(run, odd.slice(0, 24), (row) => `${short(scores.get(row))} · ${named(row)}`),
-        select(`Select all ${odd.length.toLocaleString("en")} on the map`, odd, "outliers"))] : []),
-      ...(typical.length ? [card([term("typical", "Typical images"), whose], "From the densest places of the feature space.", gallery(run, typical.slice(0, 24), named))] : []),
+      ...(duplicates.length ? [card([term("duplicates", "Near-duplicates"), whose], `${counted(duplicates.length, "group")} of images that are almost the same.`,
+        element("div", { class: "groups" }, ...duplicates.slice(0, 40).map((group) => gallery(run, rowsOf(group).slice(0, 12), named))),
+        select(rowsOf(duplicates.flat()), "near-duplicates"))] : []),
+      ...(outliers.length ? [card([term("outlier", "Outliers"), whose], `The oddest first, with their scores. Outliers begin at ${short(fence)}: ${counted(beyond ?? 0, "image")}.`,
+        gallery(run, rowsOf(outliers).slice(0, 24), (row) => `${scores.get(row)} · ${named(row)}`), select(rowsOf(outliers), "outliers"))] : []),
+      ...(typical.length ? [card([term("typical", "Typical images"), whose], "With how many others each stands for.",
+        gallery(run, rowsOf(typical), (row) => `${stands.get(row)} · ${named(row)}`), select(rowsOf(typical), "typical images"))] : []),
       ...(unreadable.length ? [card(["Unreadable files", whose], `${counted(unreadable.length, "file")} could not be read and took no part.`,
-        element("ul", { class: "files" }, ...unreadable.map((path) => element("li", {}, element("code", {}, path)))))] : []),
+        element("ul", { class: "files" }, ...unreadable.map(({ name, error }) => element("li", {}, element("code", {}, name), error ? ` ${error}` : ""))))] : []),
     ];
   });
   byId("found").hidden = byId("to-found").hidden = !parts.length;

@@ -80,7 +80,7 @@ class RunData:
     points: Points | None = None
     pictured: Pictured | None = None
     seen: Columns | None = None  # some images and all views of them
-    inspected: dict[str, Any] | None = None  # what `curvssl inspect` found, see `inspected`
+    findings: dict[str, Any] | None = None  # what `curvssl inspect` found, in rows of `pictured`
 
 
 # ---- arrays as text
@@ -251,14 +251,13 @@ def payload(runs: Sequence[RunData]) -> dict[str, Any]:
             "warning": not_learning(run.metrics, d_z=run.config.get("d_z", 1)),
             "split": 0,
             "points": None,
-            "inspected": None,
+            "findings": run.findings,
         }
         if i in mapped and run.points is not None and run.pictured is not None:
             key = run.pictured.key()
             if key not in splits:
                 splits[key] = _split(run.pictured)
             entry |= {"split": list(splits).index(key), "points": _points(run.points, run.pictured)}
-            entry["inspected"] = None if run.inspected is None else on_page(run.inspected, run.pictured)
         entries.append(finite(entry))
     return {
         "title": title(runs),
@@ -281,27 +280,6 @@ def _seen(runs: Sequence[RunData], grouped: list[dict[str, Any]]) -> list[dict[s
             ]
             tables.setdefault(json.dumps(columns), {"groups": [], "columns": columns})["groups"].append(group["name"])
     return list(tables.values())
-
-
-def on_page(inspected: dict[str, Any], pictured: Pictured) -> dict[str, Any]:
-    """inspect.json with the page's rows instead of the images' numbers in their folder.
-
-    Images that are not on the page are left out, and groups of duplicates of which less than two are.
-    """
-    numbers = range(len(pictured.images)) if pictured.index is None else pictured.index.tolist()
-    rows = {number: row for row, number in enumerate(numbers)}
-
-    def kept(found: Sequence[int]) -> list[int]:
-        return [rows[number] for number in found if number in rows]
-
-    duplicates = [kept(group) for group in inspected.get("duplicates", ())]
-    outliers = [entry for entry in inspected.get("outliers", ()) if entry["row"] in rows]
-    return {
-        "duplicates": [group for group in duplicates if len(group) > 1],
-        "outliers": [{"row": rows[entry["row"]], "score": entry["score"]} for entry in outliers],
-        "typical": kept(inspected.get("typical", ())),
-        "unreadable": list(inspected.get("unreadable", ())),
-    }
 
 
 def _split(pictured: Pictured) -> dict[str, Any]:

@@ -53,7 +53,13 @@ function probeTable(payload) {
   const groups = payload.groups.map((group) => ({ ...group, runs: group.runs.map((id) => payload.runs[id]) }));
   const entries = payload.runs.flatMap((run) => Object.entries(run.probes));
   const probes = [...new Set(entries.filter(([, score]) => typeof score?.mean === "number").map(([name]) => name))];
-  const floors = [...new Set(entries.filter(([, score]) => typeof score?.mean !== "number").map(([name]) => name))];
+  const floors = [...new Set(entries.filter(([, score]) => probes.some((probe) => typeof score?.[probe]?.mean === "number")).map(([name]) => name))];
+  const figures = [...new Set(payload.runs.flatMap((run) => Object.keys(run.probes.retrieval ?? {})))];
+  /** The mean over runs of a figure of retrieval. @param {RawRun[]} runs @param {string[]} path */
+  const figure = (runs, path) => {
+    const values = runs.map((run) => path.reduce((tree, name) => tree?.[name], /** @type {any} */ (run.probes))).filter(Number.isFinite);
+    return values.length ? mean(values).toFixed(1) : "–";
+  };
   if (!probes.length) return element("p", { class: "note" }, "No probe has been run: the images have no labels.");
   const best = probes.map((probe) => Math.max(...groups.map((group) => pooled(group.runs, [probe])?.mean ?? -1)));
   const rows = groups.map((group) => element("tr", {},
@@ -61,18 +67,20 @@ function probeTable(payload) {
     ...probes.map((probe, i) => {
       const score = pooled(group.runs, [probe]);
       return element("td", groups.length > 1 && score?.mean === best[i] ? { class: "best" } : {}, percent(score));
-    })));
+    }), ...figures.map((name) => element("td", {}, figure(group.runs, ["retrieval", name])))));
   const datasets = [...new Set(payload.runs.map((run) => run.config.dataset))];
   for (const floor of floors) {
     for (const dataset of datasets) { // baselines are almost the same in all runs on a dataset: take the first
       const run = payload.runs.find((one) => one.config.dataset === dataset && one.probes[floor]);
       if (!run) continue;
       rows.push(element("tr", { class: "floor" }, element("th", { scope: "row" }, datasets.length > 1 ? `${floor}, ${dataset}` : floor),
-        ...probes.map((probe) => element("td", {}, percent(pooled([run], [floor, probe]))))));
+        ...probes.map((probe) => element("td", {}, percent(pooled([run], [floor, probe])))),
+        ...figures.map((name) => element("td", {}, figure([run], [floor, "retrieval", name])))));
     }
   }
-  const head = element("tr", {}, element("th", {}, ""), ...probes.map((probe) => element("th", { scope: "col" }, term(probe))));
-  return element("div", { class: "card scroll" }, element("h4", {}, "Probes: accuracy on the test split, in percent"),
+  const head = element("tr", {}, element("th", {}, ""), ...probes.map((probe) => element("th", { scope: "col" }, term(probe))),
+    ...figures.map((name) => element("th", { scope: "col" }, term(name === "mAP" ? "mAP" : "recall", name))));
+  return element("div", { class: "card scroll" }, element("h4", {}, `Probes: accuracy${figures.length ? " and retrieval" : ""} on the test split, in percent`),
     element("table", { class: "figures" }, element("thead", {}, head), element("tbody", {}, ...rows)),
     element("p", { class: "note" }, "± is the standard deviation over seeds: of the run where a row has several, of the probe where it has one. ",
       ...(floors.length ? ["The rows in italics are ", term("floor", "floors"), ": what a probe reads without pretraining."] : [])));

@@ -15,6 +15,8 @@ const TERMS = {
   linear: ["linear probe", "A linear classifier on the frozen features, trained with the labels of the training images: its accuracy on the test images, in percent."],
   mlp: ["hidden-layer probe", "As the linear probe, with one hidden layer."],
   knn: ["kNN", "The label that most of the nearest training images have: how often it is right for test images, in percent. Nothing is trained."],
+  recall: ["recall@k", "How often a test image has one of its class among the k training images most like it, in percent."],
+  mAP: ["mAP", "How far in front the training images of the same class are, when all are sorted by likeness to a test image: 100 if all come first."],
   floor: ["floor", "What the same probe reaches without pretraining. A useful encoder is clearly above."],
   read_as: ["read as", "The class that the linear probe predicts. It is asked only about test images, because it was trained on the labels of the others."],
   confidence: ["confidence", "The probability that the linear probe gives to its prediction."],
@@ -28,8 +30,8 @@ const TERMS = {
   stable_rank: ["stable rank", "NESum without centring: low if all features share one offset."],
   grad_norm: ["gradient norm", "The length of the gradient. Sudden peaks are a sign of unstable training."],
   lr: ["learning rate", "The size of the steps that the optimiser takes."],
-  duplicates: ["near-duplicates", "Images with almost the same features: copies, crops, or shots of one moment."],
-  typical: ["typical", "Images in the densest places of the feature space: what most images look like."],
+  duplicates: ["near-duplicates", "Images with almost the same features and pixels: copies, crops, or shots of one moment."],
+  typical: ["typical", "Images that are each the most central of many: together they show what there is."],
 };
 
 /** A word with its explanation. @param {string} id of TERMS @param {string} [text] @returns {HTMLElement | string} */

@@ -540,6 +540,8 @@ def test_probes_stand_beside_their_floors(page: Opened) -> None:
     assert [line[0] for line in lines] == ["CurvSSL", "Barlow Twins", "raw pixels", "random encoder"]
     assert lines[0][1] == "97.8 ± 0.2"
     assert lines[2][3] == "95.1"
+    assert lines[0][4:] == ["90.0", "60.5"]  # retrieval
+    assert lines[3][4:] == ["–", "–"]
 
 
 def test_seeds_of_a_method_become_a_mean_with_a_band(browser: Any, grid: RunData, tmp_path: Path) -> None:
@@ -986,9 +988,16 @@ def test_a_folder_with_a_broken_file_becomes_a_page_of_the_others(browser: Any, 
     assert found.pictured.index is not None
     assert found.pictured.index.tolist() == kept.tolist()
     assert list(found.pictured.files) == [held.files[i] for i in kept]
-    assert found.inspected == {"unreadable": [held.files[broken]]}
-    inspected = {"duplicates": [[0, 1, 2], [broken, 5]], "outliers": [{"row": 150, "score": 4.5}], "typical": [199, 7]}
-    write_json(made.path / "inspect.json", inspected | {"unreadable": [held.files[broken]]})
+    assert found.findings is not None
+    assert found.findings["unreadable"] == [{"name": held.files[broken]}]
+    named = {row: {"row": -1, "name": held.files[row]} for row in range(200)}
+    inspected = {
+        "near_duplicates": {"groups": [[named[0], named[1], named[2]], [named[broken], named[5]]]},
+        "outliers": {"fence": 2.5, "beyond": 1, "ranked": [named[150] | {"score": 4.5}]},
+        "typical": [named[199] | {"stands_for": 120}, named[7] | {"stands_for": 79}],
+        "unreadable": [{"name": held.files[broken], "error": "no image"}],
+    }
+    write_json(made.path / "inspect.json", inspected)
     opened = single(browser, [collect(made)], tmp_path)
     name = held.files[150]
     opened.search(name)
@@ -1002,9 +1011,15 @@ def test_a_folder_with_a_broken_file_becomes_a_page_of_the_others(browser: Any, 
     numbers = [found.pictured.index[row] for row in opened.rows_of("#findings canvas")]
     assert numbers == [0, 1, 2, 150, 199, 7]
     text = opened.page.inner_text("#findings")
-    for part in ("1 group of images", f"4.50 · {Path(name).name}", "1 file could not be read", held.files[broken]):
+    for part in (
+        "1 group of",
+        f"4.50 · {Path(name).name}",
+        "begin at 2.50",
+        "120 · ",
+        f"{held.files[broken]} no image",
+    ):
         assert part in text
-    opened.page.click("#findings button >> text=Select all 3")
+    opened.page.click("#findings button >> text=Show all 3")
     assert opened.page.inner_text("#selection h3") == "3 images selected"
     assert "no labels" in opened.page.inner_text("#probes")
     opened.context.close()
