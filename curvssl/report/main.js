@@ -65,17 +65,23 @@ function use(id) {
   showSelection();
 }
 
-/** Selects an image and shows it on the maps. @param {Mapped} run @param {number} row */
+/** Keeps an image and shows it on the maps. @param {Mapped} run @param {number} row */
 function choose(run, row) {
   listeners.pinned(run, row);
   for (const view of maps) if (view.run.splitId === run.splitId) view.show(row);
+  bringMaps();
 }
 
-/** Selects images from elsewhere on the page, and brings the map into view. @param {Mapped} run @param {number[]} rows
- *  @param {string} what */
+/** Selects images from elsewhere on the page. @param {Mapped} run @param {number[]} rows @param {string} what */
 function pickOut(run, rows, what) {
   listeners.selected(run, rows, what);
-  byId("explorer").scrollIntoView({ block: "nearest" });
+  bringMaps();
+}
+
+/** Scrolls to the maps, unless one can be seen. */
+function bringMaps() {
+  const box = byId("maps").getBoundingClientRect();
+  if (box.bottom < 160 || box.top > innerHeight - 160) byId("explorer").scrollIntoView();
 }
 
 /** @param {string} tool */

@@ -506,6 +506,7 @@ def test_cell_of_the_confusion_matrix_selects_its_images_by_keyboard(page: Opene
     assert page.selected() == list(expected)
     assert f"{len(expected)} images selected" in page.page.inner_text("#selection")
     assert "2 that CurvSSL reads as 2" in page.page.inner_text("#selection")
+    page.until("byId('selection').getBoundingClientRect().top < innerHeight - 100")  # it scrolls to the map
 
 
 def test_with_hundreds_of_classes_the_commonest_mix_ups_are_listed(browser: Any, tmp_path: Path) -> None:
