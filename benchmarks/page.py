@@ -53,7 +53,7 @@ def main() -> None:
         folder = Path(temporary)
         program = os.environ.get("CURVSSL_CHROMIUM") or shutil.which("chromium")
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
-        found["maps"] = [measured(browser, n, ratio, folder) for n in (10_000, 60_000) for ratio in (1, 2)]
+        found["maps"] = [measured(browser, n, ratio, folder) for n in (10_000, 100_000) for ratio in (1, 2)]
         found["browser"] = browser.version
         browser.close()
         if images := cifar10_test(10_000):

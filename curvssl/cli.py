@@ -271,7 +271,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
     def map(
         run: Positional[Path],
         of: Literal["h", "z"] = "h",
-        split: Literal["train", "test"] = "test",
+        split: Literal["train", "test", "all"] | None = None,
         seed: int = 0,
         source: str = "auto",
     ) -> Callable[[], None]:
@@ -280,7 +280,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
         Args:
             run: a run directory.
             of: the encoder's features h or the projector's output z.
-            split: which images.
+            split: which images; by default all of a folder or array, and the test split of a named data set.
             seed: seed of UMAP.
             source: where data sets are downloaded from.
         """
@@ -291,7 +291,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
 
             if not 0 <= seed < 2**32:
                 raise UserError(f"seed={seed} needs to be 0 or more, and below 2^32")
-            print(draw_map(Run.read(run), of=of, split=split, seed=seed, source=source))
+            print(draw_map(Run.read(run), of=of, split=split or "", seed=seed, source=source))
 
         return go
 

@@ -29,7 +29,7 @@ from curvssl.methods import title_of
 from curvssl.models import full_precision
 from curvssl.rundir import ROOTS, Run
 
-SPLITS = ("train", "test")
+SPLITS = ("train", "test")  # and "all", both of the user's own images in the order of their files
 PREDICTIONS = "predictions-test.npz"
 COLUMNS = (*PROBES, *RETRIEVAL)  # of a table of probed features
 PIXELS = 32
@@ -53,7 +53,12 @@ def dataset_of(run: Run, *, source: str = "auto") -> Dataset:
 
 
 def features_of(run: Run, data: Dataset, split: str) -> Features:
-    """h, z and labels of one split, computed once and stored in the run; each rank computes a share."""
+    """h, z and labels of one split, computed once and stored in the run; each rank computes a share.
+
+    Of "all", the index is the images' numbers in their folder or array.
+    """
+    if split == "all":
+        return _merged([(getattr(data, name).images.rows, features_of(run, data, name)) for name in SPLITS])
     name = f"features-{split}.npz"
     stored = ranks.from_main(features.load(run, name) if ranks.is_main() else None)
     if stored is None:
@@ -73,6 +78,34 @@ def features_of(run: Run, data: Dataset, split: str) -> Features:
             features.save(made, run, name)
         return made
     return stored
+
+
+def _merged(parts: Sequence[tuple[Tensor, Features]]) -> Features:
+    """Features of several splits, with the numbers of their images in the source, as one, sorted by those numbers."""
+    rows = torch.cat([rows if part.index is None else rows[part.index] for rows, part in parts])
+    order = rows.argsort()
+
+    def joined(name: str) -> Tensor | None:
+        arrays = [getattr(part, name) for _, part in parts]
+        return None if any(array is None for array in arrays) else torch.cat(arrays)[order]
+
+    h = joined("h")
+    assert h is not None
+    return Features(h, joined("z"), joined("y"), rows[order])
+
+
+def shown_split(data: Dataset) -> str:
+    """The images to map and to show: all of the user's own; of a named set its test split, which nothing was fitted
+    to."""
+    return "all" if data.name.startswith(("folder:", "array:")) else "test"
+
+
+def images_of(data: Dataset, split: str) -> Images:
+    """The images of a split, or all of the user's own, in the order of their files."""
+    if split != "all":
+        return getattr(data, split).images
+    rows = torch.cat([getattr(data, name).images.rows for name in SPLITS])
+    return dataclasses.replace(data.train.images, rows=rows.sort().values)
 
 
 def probe(run: Run, *, source: str = "auto", seeds: Sequence[int] = (0, 1, 2), floors: bool = True) -> dict[str, Any]:
@@ -142,23 +175,25 @@ def probe_features(
     return {name: summary(result) for name, result in merged.items()} | {"retrieval": figures}
 
 
-def draw_map(run: Run, *, of: str = "h", split: str = "test", source: str = "auto", seed: int = 0) -> Path:
+def draw_map(run: Run, *, of: str = "h", split: str = "", source: str = "auto", seed: int = 0) -> Path:
     """Write UMAP of one split's h or z as npz, PNG and PDF to the run directory; returns the PNG's path.
 
-    Coloured by label, or by curvature if there are no labels.
+    Without a split: of the images that the page shows. Coloured by label, or by curvature if there are no labels.
     """
     from curvssl.evaluate import maps
 
     if of == "z":
         run.need_projector()
     data = dataset_of(run, source=source)
+    split = split or shown_split(data)
     made = features_of(run, data, split)
     values = made.h if of == "h" else made.z
     assert values is not None
     stem = run.path / f"map-{of}-{split}"
     xy = maps.umap(values, seed=seed)
     maps.save(xy, run, f"{stem.name}.npz", index=made.index)
-    title = f"{title_of(run.config.method)} on {data.name}, {of} of the {split} images"
+    which = "all" if split == "all" else f"the {split}"
+    title = f"{title_of(run.config.method)} on {data.name}, {of} of {which} images"
     if made.y is None:
         say(f"{data.name} has no labels: the map is coloured by curvature")
         scores = curvature(values, k=min(run.config.k, len(values) - 1))

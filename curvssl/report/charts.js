@@ -1,7 +1,5 @@
 "use strict";
-// Charts: curves with bands, histograms, the axes of a scatter plot, the star of edges; in the page's colours.
-
-/** @typedef {{name: string, colour: string, x: number[], mean: number[], low: number[], high: number[]}} Series */
+// Parts of charts: axes and ticks, histograms, the axes of a scatter plot, the star of edges; in the page's colours.
 
 /** About `count` round numbers between low and high, with their text. @param {number} low @param {number} high
  *  @param {number} count @param {boolean} [whole] whether they must be integers @returns {[number, string][]} */
@@ -19,65 +17,40 @@ function ticks(low, high, count, whole) {
   return found;
 }
 
-/** Axes, grid and the functions from values to coordinates. @param {[number, number]} xs @param {[number, number]} ys
- *  @param {{width: number, height: number, left: number, bottom: number}} frame @param {string} xName */
-function frame(xs, ys, { width, height, left, bottom }, xName) {
+/** Powers of ten and, where these are few, their multiples by 2 and 5. @param {number} low @param {number} high
+ *  @returns {[number, string][]} */
+function logTicks(low, high) {
+  const factors = high / low > 1000 ? [1] : high / low > 30 ? [1, 3] : [1, 2, 5];
+  /** @type {[number, string][]} */
+  const found = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) {
+    for (const factor of factors) found.push([factor * 10 ** power, short(Number((factor * 10 ** power).toPrecision(6)))]);
+  }
+  const inside = found.filter(([value]) => value >= low && value <= high);
+  return inside.length > 1 ? inside : ticks(low, high, 4).filter(([value]) => value > 0);
+}
+
+/** Axes with their titles, grid and the functions from values to coordinates. @param {[number, number]} xs
+ *  @param {[number, number]} ys @param {{width: number, height: number, left: number, bottom: number}} size
+ *  @param {{x: string, y: string, whole?: boolean, log?: boolean}} axes */
+function frame(xs, ys, { width, height, left, bottom }, axes) {
   const [right, top] = [12, 10];
+  const scale = axes.log ? Math.log : (/** @type {number} */ value) => value;
+  const [floor, ceiling] = ys.map(scale);
   const x = (/** @type {number} */ value) => left + ((value - xs[0]) / (xs[1] - xs[0] || 1)) * (width - left - right);
-  const y = (/** @type {number} */ value) => height - bottom - ((value - ys[0]) / (ys[1] - ys[0] || 1)) * (height - top - bottom);
+  const y = (/** @type {number} */ value) => height - bottom - ((scale(value) - floor) / (ceiling - floor || 1)) * (height - top - bottom);
   const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
-  for (const [value, text] of ticks(ys[0], ys[1], 5)) {
+  for (const [value, text] of axes.log ? logTicks(ys[0], ys[1]) : ticks(ys[0], ys[1], 5)) {
     drawing.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }));
     drawing.append(svg("text", { x: left - 6, y: y(value) + 3.5, "text-anchor": "end" }, text));
   }
-  for (const [value, text] of ticks(xs[0], xs[1], 5, xName === "epoch")) {
+  for (const [value, text] of ticks(xs[0], xs[1], 5, axes.whole)) {
     drawing.append(svg("text", { x: x(value), y: height - bottom + 14, "text-anchor": "middle" }, text));
   }
-  drawing.append(svg("text", { class: "axis", x: width - right, y: height - 2, "text-anchor": "end" }, xName));
+  drawing.append(svg("text", { class: "axis", x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" }, axes.x));
+  const middle = (top + height - bottom) / 2;
+  drawing.append(svg("text", { class: "axis", x: 11, y: middle, "text-anchor": "middle", transform: `rotate(-90 11 ${middle})` }, axes.y));
   return { drawing, x, y };
-}
-
-/** One quantity over the epochs, a line and a band per group of runs. @param {string} title @param {Series[]} series
- *  @param {string} xName @returns {HTMLElement} */
-function lineChart(title, series, xName) {
-  const all = (/** @type {keyof Series} */ key) => series.flatMap((one) => /** @type {number[]} */ (one[key])).filter(Number.isFinite);
-  const [low, high] = [Math.min(...all("low")), Math.max(...all("high"))];
-  const flat = high - low < 1e-3 * Math.abs(high); // smaller changes are rounding
-  const room = flat ? Math.abs(high) * 0.1 || 1 : (high - low) * 0.06;
-  const size = { width: 330, height: 190, left: 46, bottom: 30 };
-  const { drawing, x, y } = frame([Math.min(...all("x")), Math.max(...all("x"))], [low >= 0 ? Math.max(0, low - room) : low - room, high + room], size, xName);
-  for (const { colour, x: xs, mean: middle, low: lower, high: upper } of series) {
-    const path = (/** @type {number[]} */ values) => xs.map((at, i) => `${x(at).toFixed(1)},${y(values[i]).toFixed(1)}`);
-    if (lower.some((value, i) => value !== upper[i])) {
-      drawing.append(svg("polygon", { class: "band", fill: colour, points: [...path(lower), ...path(upper).reverse()].join(" ") }));
-    }
-    drawing.append(svg("polyline", { class: "curve", stroke: colour, points: path(middle).join(" ") }));
-    if (xs.length === 1) drawing.append(svg("circle", { cx: x(xs[0]), cy: y(middle[0]), r: 3, fill: colour }));
-  }
-  const last = series.map((one) => `${one.name} ${short(one.mean[one.mean.length - 1])}`).join(", ");
-  drawing.setAttribute("aria-label", `${title}; at the end: ${last}`);
-  const readout = element("span", { class: "readout" });
-  const rest = () => {
-    cursor.setAttribute("visibility", "hidden");
-    readout.replaceChildren(...series.map((one) => element("b", { "data-colour": one.colour }, short(one.mean[one.mean.length - 1]))));
-    tint(readout);
-  };
-  const cursor = svg("line", { class: "cursor", y1: 10, y2: size.height - size.bottom, visibility: "hidden" });
-  drawing.append(cursor);
-  drawing.addEventListener("pointermove", (event) => {
-    const box = drawing.getBoundingClientRect();
-    const at = ((event.clientX - box.left) / box.width) * size.width;
-    const nearest = (/** @type {Series} */ one) => one.x.reduce((best, value, i) => (Math.abs(x(value) - at) < Math.abs(x(one.x[best]) - at) ? i : best), 0);
-    const where = series[0].x[nearest(series[0])];
-    cursor.setAttribute("x1", String(x(where)));
-    cursor.setAttribute("x2", String(x(where)));
-    cursor.setAttribute("visibility", "visible");
-    readout.replaceChildren(`${xName} ${short(where)} `, ...series.map((one) => element("b", { "data-colour": one.colour }, short(one.mean[nearest(one)]))));
-    tint(readout);
-  });
-  drawing.addEventListener("pointerleave", rest);
-  rest();
-  return element("figure", { class: "card chart" }, element("figcaption", {}, element("span", {}, title), readout), drawing);
 }
 
 /** Sets colours through the CSSOM, because the page's security policy forbids style attributes. @param {HTMLElement} host */
@@ -87,8 +60,9 @@ function tint(host) {
   }
 }
 
-/** Two histograms over the same bins. @param {Float32Array[]} values @param {string[]} names @param {string[]} colours */
-function histogram(values, names, colours) {
+/** Two histograms over the same bins. @param {Float32Array[]} values @param {string[]} names @param {string[]} colours
+ *  @param {string} kind of curvature */
+function histogram(values, names, colours, kind) {
   const [low, high] = quantiles(values, 0, 1);
   const bins = Math.max(12, Math.min(48, Math.round(Math.sqrt(values[0].length))));
   const width = (high - low || 1) / bins;
@@ -98,7 +72,7 @@ function histogram(values, names, colours) {
     return count;
   });
   const top = Math.max(...counts.flatMap((count) => Array.from(count)));
-  const { drawing, x, y } = frame([low, high], [0, top * 1.04], { width: innerWidth < 720 ? 340 : 600, height: 220, left: 46, bottom: 30 }, "curvature");
+  const { drawing, x, y } = frame([low, high], [0, top * 1.04], { width: innerWidth < 720 ? 340 : 600, height: 230, left: 58, bottom: 36 }, { x: `curvature, ${kind}`, y: "images" });
   counts.forEach((count, which) => {
     let path = `M${x(low)},${y(0)}`;
     count.forEach((value, i) => (path += `V${y(value).toFixed(1)}H${x(low + (i + 1) * width).toFixed(1)}`));
@@ -120,6 +94,14 @@ function scatterAxes(low, extent) {
     context.font = "11px system-ui, sans-serif";
     for (const [at, text] of ticks(across[0], across[1], 6)) context.fillText(text, view.x + view.scale * unit(at) - 6, view.height - 8);
     for (const [at, text] of ticks(upward[0], upward[1], 6)) context.fillText(text, 6, view.y + view.scale * (1 - unit(at)) + 4);
+    context.textAlign = "center";
+    context.fillText("curvature, first view", view.width / 2, view.height - 24);
+    context.save();
+    context.translate(46, view.height / 2);
+    context.rotate(-Math.PI / 2);
+    context.fillText("curvature, second view", 0, 0);
+    context.restore();
+    context.textAlign = "start";
     context.setLineDash([3, 4]);
     const corner = (/** @type {number} */ at) => [view.x + view.scale * at, view.y + view.scale * (1 - at)];
     line(context, [corner(-9), corner(10)], style.getPropertyValue("--muted"), 1); // equal in both views
@@ -174,7 +156,7 @@ function drawStar(canvas, run, row, tips) {
   const at = ([x, y] = /** @type {number[]} */ ([0, 0])) => [size / 2 + scale * (x - middle(xs)), size / 2 - scale * (y - middle(ys))];
   context.clearRect(0, 0, size, size);
   for (const tip of tips) line(context, [at(), at(tip)], style.getPropertyValue("--muted"), 2);
-  context.imageSmoothingEnabled = run.split.side > thumb;
+  context.imageSmoothingEnabled = run.split.side > thumb || !run.split.exact;
   const near = neighborsOf(run, row);
   const framed = (/** @type {number} */ which, /** @type {number[]} */ [x, y], /** @type {number} */ side, /** @type {string} */ colour) => {
     context.fillStyle = colour;

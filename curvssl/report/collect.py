@@ -14,13 +14,26 @@ from torch import Tensor
 
 from curvssl.data.images import Images
 from curvssl.data.named import Dataset
+from curvssl.data.order import permutation
 from curvssl.data.views import Augment
 from curvssl.evaluate import maps
 from curvssl.evaluate.inspect import outlier_scores
-from curvssl.evaluate.runs import PREDICTIONS, best_device, dataset_of, features_of, probe
-from curvssl.geometry import curvature, nearest_neighbors
+from curvssl.evaluate.runs import (
+    PREDICTIONS,
+    best_device,
+    dataset_of,
+    features_of,
+    images_of,
+    probe,
+    sampled,
+    shown_split,
+)
+from curvssl.geometry import nearest_neighbors
 from curvssl.kernels import unit
+from curvssl.losses import Curvature
+from curvssl.methods import OWN
 from curvssl.report.page import (
+    LIMIT,
     MAPS,
     NEIGHBORS,
     Pictured,
@@ -35,9 +48,8 @@ from curvssl.report.page import (
 )
 from curvssl.report.seen import first_step
 from curvssl.rundir import Run
-
-JUDGED = {"predicted": "predictions", "confidence": "confidence"}  # what the page calls them, and the linear probe
-LIMIT = 60_000  # images on a map; a larger split is sampled at random, with a fixed seed
+from curvssl.train.loop import make_criterion
+from curvssl.train.watch import own_curvature
 
 
 def report(runs: Sequence[Path], out: Path, *, source: str = "auto", print_to: Path | None = None) -> Path:
@@ -48,9 +60,9 @@ def report(runs: Sequence[Path], out: Path, *, source: str = "auto", print_to: P
     opened = [Run.read(path) for path in runs]
     for run in opened:
         run.need_projector()
-    plain = [collect(run, source=source, points=False) for run in opened]
-    mapped = range(len(plain)) if len(plain) <= MAPS else [group["runs"][0] for group in groups(plain)]
-    collected = [collect(run, source=source) if i in mapped else plain[i] for i, run in enumerate(opened)]
+    configs = [RunData(str(run.path), run.config.to_dict(), {}, [], {}) for run in opened]
+    mapped = range(len(opened)) if len(opened) <= MAPS else [group["runs"][0] for group in groups(configs)]
+    collected = [collect(run, source=source, points=i in mapped) for i, run in enumerate(opened)]
     if print_to is not None:
         for i in mapped:
             pictures(collected[i], print_to / collected[i].name)
@@ -74,41 +86,84 @@ def collect(run: Run, *, source: str = "auto", points: bool = True) -> RunData:
     }
     if not points:
         return RunData(**numbers)
-    features = features_of(run, data, "test")
+    split = shown_split(data)
+    features, everything = features_of(run, data, split), images_of(data, split)
     # Unreadable images have no features.
     place = torch.arange(len(features.h)) if features.index is None else features.index
-    rows = chosen(len(place))
-    images = data.test.images[place[rows]]
+    rows = sampled(len(place), LIMIT)
+    images = everything[place[rows]]
     pictured = Pictured(
-        name=f"{data.name} test",
+        name=data.name if split == "all" else f"{data.name} {split}",
         images=small(images),
         classes=data.classes if features.y is not None else (),
         labels=None if features.y is None else features.y[rows].numpy(),
-        index=place[rows].numpy() if len(rows) < len(data.test.images) else None,
+        index=place[rows].numpy() if len(rows) < len(everything) else None,
+        files=tuple(images.names or ()),
+        total=len(place),
     )
     h = features.h[rows]
-    neighbors = nearest_neighbors(h, k=min(NEIGHBORS, len(h) - 1))
+    neighbors = nearest_neighbors(h.to(best_device()), k=min(NEIGHBORS, len(h) - 1)).cpu()
     distances, cosines = edges_of(h, neighbors)
-    judged: dict[str, np.ndarray] = {}
-    if judgements is not None:
-        judged = {key: judgements[f"linear_{what}"][rows] for key, what in JUDGED.items()}
+    measure = curvature_measure(run, n=len(rows))
     made = Points(
-        xy=map_of(run, h, place[rows]).numpy(),
-        curvature=curvature_of_views(run, data, images, place[rows]).numpy(),
+        xy=map_of(run, h, place[rows], split=split).numpy(),
+        curvature=curvature_of_views(run, data, images, place[rows], measure=measure).numpy(),
         outlier=outlier_scores(h)[0],
         neighbors=neighbors.numpy(),
         distances=distances.numpy(),
         cosines=cosines.numpy(),
-        **judged,
+        kind=kind_of(measure, kernel=run.config.kernel),
+        **({} if judgements is None else judged(run, data, split, place[rows], judgements)),
     )
-    return RunData(**numbers, points=made, pictured=pictured, seen=first_step(run.config, data))
+    left = torch.ones(len(everything), dtype=torch.bool).index_fill(0, place, False).nonzero()[:, 0]
+    found = findings(
+        run.read_json("inspect.json"), names_of(images, split), unreadable=names_of(everything[left], split)
+    )
+    return RunData(**numbers, points=made, pictured=pictured, seen=first_step(run.config, data), findings=found)
 
 
-def chosen(n: int) -> Tensor:
-    """The rows on the map, in order: all, or a sample of LIMIT."""
-    if n <= LIMIT:
-        return torch.arange(n)
-    return torch.randperm(n, generator=torch.Generator().manual_seed(0))[:LIMIT].sort().values
+def names_of(images: Images, split: str) -> list[str]:
+    """What `curvssl inspect` calls the images: by their paths, or by their numbers in the array or in the split."""
+    return images.names or [f"{'row' if split == 'all' else split} {row}" for row in images.rows.tolist()]
+
+
+def findings(inspected: dict[str, Any], names: Sequence[str], *, unreadable: Sequence[str]) -> dict[str, Any]:
+    """What inspect.json has about the images with these names, in rows of the page.
+
+    Images that are not on the page are left out, and groups of which less than two are left.
+    """
+    rows = {name: row for row, name in enumerate(names)}
+
+    def kept(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [entry | {"row": rows[entry["name"]]} for entry in entries if entry["name"] in rows]
+
+    if not inspected:
+        return {"duplicates": [], "outliers": [], "typical": [], "unreadable": [{"name": name} for name in unreadable]}
+    groups = [kept(group) for group in inspected["near_duplicates"]["groups"]]
+    return {
+        "duplicates": [group for group in groups if len(group) > 1],
+        "outliers": kept(inspected["outliers"]["ranked"]),
+        "fence": inspected["outliers"]["fence"],
+        "beyond": inspected["outliers"]["beyond"],
+        "typical": kept(inspected["typical"]),
+        "unreadable": inspected["unreadable"],
+    }
+
+
+def judged(
+    run: Run, data: Dataset, split: str, place: Tensor, judgements: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """What the linear probe predicts for the images at these places of a split. Only test images are judged: the probe
+    was trained on the others, which have the prediction −1."""
+    tested = features_of(run, data, "test").index
+    tested = torch.arange(len(data.test.images)) if tested is None else tested
+    tested = data.test.images.rows[tested] if split == "all" else tested
+    known = {number: row for row, number in enumerate(tested.tolist())}
+    rows = np.array([known.get(number, -1) for number in place.tolist()])
+    return {
+        "predicted": np.where(rows < 0, -1, judgements["linear_predictions"][rows]),
+        "confidence": np.where(rows < 0, 0, judgements["linear_confidence"][rows]),
+    }
 
 
 def small(images: Images) -> np.ndarray:
@@ -131,9 +186,9 @@ def edges_of(h: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(lengths), torch.cat(cosines)
 
 
-def map_of(run: Run, h: Tensor, index: Tensor) -> Tensor:
+def map_of(run: Run, h: Tensor, index: Tensor, *, split: str) -> Tensor:
     """UMAP of h, (N, 2): taken from the run directory if the stored one has the same images."""
-    name = "map-h-test.npz"
+    name = f"map-h-{split}.npz"
     stored = run.stored_arrays(name)
     if stored is not None and np.array_equal(stored["index"], index):
         return torch.from_numpy(stored["xy"])
@@ -142,29 +197,47 @@ def map_of(run: Run, h: Tensor, index: Tensor) -> Tensor:
     return xy
 
 
-@torch.inference_mode()
-def curvature_of_views(run: Run, data: Dataset, images: Images, index: Tensor) -> Tensor:
-    """Eq. (6) of the embeddings z of two augmented views of each image, (2, N), with the run's k.
+def curvature_measure(run: Run, *, n: int) -> Curvature:
+    """The curvature whose ρ the run's training charts: the one that its loss aligns, else Eq. (6)."""
+    config = run.config
+    k = min(config.k, config.batch_size - 1, n - 1)
+    measure = own_curvature(None if config.method == OWN else make_criterion(config), k=k)
+    measure.k = k
+    return measure
 
-    So that runs can be compared, neighbours are sought among all N images, not in a batch, and no method uses a kernel.
-    The views have a fixed seed; the scores are stored in the run directory.
+
+def kind_of(measure: Curvature, *, kernel: str) -> str:
+    """Which curvature, in words."""
+    equation = "Eq. (6)" if measure.kernel is None else f"Eq. (10), {kernel} kernel"
+    return f"{equation}, k = {measure.k}"
+
+
+@torch.inference_mode()
+def curvature_of_views(run: Run, data: Dataset, images: Images, index: Tensor, *, measure: Curvature) -> Tensor:
+    """Curvature of the embeddings z of two augmented views of each image, (2, N), as training measures it: by the run's
+    own definition, among the images of a random batch of the run's size.
+
+    Batches and views have a fixed seed; the scores are stored in the run directory.
     """
-    name = "views-test.npz"
+    name = "views.npz"
     stored = run.stored_arrays(name)
     if stored is not None and np.array_equal(stored["index"], index):
         return torch.from_numpy(stored["curvature"])
     device = best_device()
     net = run.load_net().to(device)
     config = run.config
-    augment = Augment(size=config.image_size, mean=data.mean, std=data.std, **vars(config.augment)).to(device)
+    shape: dict[str, Any] = {"size": config.image_size, "mean": data.mean, "std": data.std}
+    augments = [Augment(**shape, **vars(kind)).to(device) for kind in (config.augment, config.second_augment())]
     generator = torch.Generator().manual_seed(0)
-    views: list[list[Tensor]] = [[], []]
-    for batch in images.split(512):
-        for view in views:
-            u = torch.rand(len(batch), augment.draws, generator=generator)
-            view.append(net.projector(net.encoder(augment(batch.to(device), u.to(device)))).float())
-    k = min(config.k, len(index) - 1)
-    scores = torch.stack([curvature(torch.cat(view), k=k) for view in views]).cpu()
+    order = permutation(len(index), seed=0, number=0)
+    size = min(config.batch_size, len(order))
+    starts = [min(start, len(order) - size) for start in range(0, len(order), size)]  # the last batch is full too
+    batches = [order[start : start + size] for start in starts]
+    scores = torch.empty(2, len(order))
+    for rows, batch in zip(batches, images.batches(batches, stand_ins=False), strict=True):
+        u = [torch.rand(len(batch), augment.draws, generator=generator).to(device) for augment in augments]
+        views = [augment(batch.to(device), numbers) for augment, numbers in zip(augments, u, strict=True)]
+        scores[:, rows] = measure.scores(torch.stack([net.projector(net.encoder(x)).float() for x in views])).cpu()
     run.keep_arrays(name, by="curvssl report RUN", index=index.numpy(), curvature=scores.numpy())
     return scores
 
@@ -181,7 +254,7 @@ def pictures(run: RunData, folder: Path) -> list[Path]:
         if run.pictured.labels is not None:
             labels, classes = torch.from_numpy(run.pictured.labels), run.pictured.classes
             made += maps.draw(xy, labels=labels, classes=classes, title=name, out=folder / "map-by-class")
-        bent, what = views.mean(0), "curvature, mean of two views"
+        bent, what = views.mean(0), f"curvature, {run.points.kind}, mean of two views"
         made += maps.draw(xy, values=bent, values_name=what, title=name, out=folder / "map-by-curvature")
         made += maps.write_figure(_scatter(views, title=name), folder / "curvature-of-views")
     if run.metrics:

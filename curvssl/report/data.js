@@ -2,23 +2,26 @@
 // The page's data: decodes arrays from base64 and thumbnails from sprite sheets, and turns values into colours.
 
 /** @typedef {{type: "u8" | "u16" | "u32", data: string, low?: number, high?: number}} Packed */
-/** @typedef {{name: string, classes: string[], count: number, side: number, columns: number, perSheet: number,
- *   sheets: string[], index: Packed | null, label: Packed | null}} RawSplit */
-/** @typedef {{xy: Packed, predicted: Packed | null, confidence: Packed | null, curvature: Packed[], outlier: Packed,
+/** @typedef {{name: string, classes: string[], count: number, total: number, files: string[], side: number,
+ *   exact: boolean, columns: number, perSheet: number, sheets: string[], index: Packed | null, label: Packed | null}} RawSplit */
+/** @typedef {{kind: string, xy: Packed, predicted: Packed | null, confidence: Packed | null, curvature: Packed[], outlier: Packed,
  *   neighbors: Packed, distances: Packed, cosines: Packed}} RawPoints */
 /** @typedef {{accuracy?: number[], mean?: number, std?: number}} Score */
 /** @typedef {{groups: string[], columns: {name: string, size: string, images: string[]}[]}} Seen */
+/** @typedef {{duplicates: {row: number}[][], outliers: {row: number, score: number}[], fence?: number, beyond?: number,
+ *   typical: {row: number, stands_for: number}[], unreadable: {name: string, error?: string}[]}} Findings */
 /** @typedef {Record<string, any>} Tree */
 /** @typedef {{name: string, group: number, split: number, config: Tree, provenance: Tree, probes: Tree,
- *   metrics: Record<string, (number | null)[]>, warning: string, points: RawPoints | null}} RawRun */
+ *   metrics: Record<string, (number | null)[]>, warning: string, points: RawPoints | null,
+ *   findings: Findings | null}} RawRun */
 /** @typedef {{title: string, created: string, version: string, splits: RawSplit[], runs: RawRun[],
  *   groups: {name: string, runs: number[]}[], seen: Seen[]}} Payload */
 
 /** @typedef {Uint8Array | Uint16Array | Uint32Array} Integers */
-/** @typedef {{name: string, classes: string[], count: number, side: number, label: Integers | null,
- *   index: (row: number) => number, rowOf: (index: number) => number, ready: boolean,
+/** @typedef {{name: string, classes: string[], count: number, total: number, side: number, exact: boolean, label: Integers | null,
+ *   index: (row: number) => number, path: (row: number) => string, matching: (text: string) => number[], ready: boolean,
  *   paint: (context: CanvasRenderingContext2D, row: number, x: number, y: number, size: number) => void}} Split */
-/** @typedef {{id: number, name: string, split: Split, splitId: number, xy: Float32Array, predicted: Integers | null,
+/** @typedef {{id: number, name: string, split: Split, splitId: number, kind: string, xy: Float32Array, predicted: Integers | null,
  *   confidence: Float32Array | null, curvature: Float32Array[], agreement: Float32Array, outlier: Float32Array,
  *   rho: number, neighbors: Integers, k: number, distances: Float32Array, cosines: Float32Array}} Mapped */
 
@@ -41,17 +44,33 @@ function numbers(packed) {
 /** @param {RawSplit} raw @param {() => void} loaded called when the thumbnails can be painted @returns {Split} */
 function openSplit(raw, loaded) {
   const own = raw.index ? integers(raw.index) : null;
-  const rows = new Map(own ? Array.from(own, (index, row) => [index, row]) : []);
+  const label = raw.label && integers(raw.label);
+  const index = (/** @type {number} */ row) => (own ? own[row] : row);
+  /** What is searched for each image: its file's name, or else its number and its class. @type {string[]} */
+  let texts = [];
   const sheets = raw.sheets.map((address) => Object.assign(new Image(), { src: address }));
   /** @type {Split} */
   const split = {
     name: raw.name,
     classes: raw.classes,
     count: raw.count,
+    total: raw.total,
     side: raw.side,
-    label: raw.label && integers(raw.label),
-    index: (row) => (own ? own[row] : row),
-    rowOf: (index) => (own ? (rows.get(index) ?? -1) : index < raw.count ? index : -1),
+    exact: raw.exact,
+    label,
+    index,
+    path: (row) => raw.files[row] ?? `image ${index(row)}`,
+    matching(text) {
+      const phrase = folded(text).trim();
+      const words = phrase.split(/\s+/).filter(Boolean);
+      if (!raw.files.length && words.length && words.every((word) => /^\d+$/.test(word))) {
+        return Array.from({ length: raw.count }, (_, row) => row).filter((row) => words.includes(String(index(row))));
+      }
+      if (!texts.length) texts = raw.files.length ? raw.files.map(folded) : Array.from(label ?? [], (id) => folded(raw.classes[id]));
+      const holding = (/** @type {string[]} */ parts) => texts.flatMap((name, row) => (parts.every((part) => name.includes(part)) ? [row] : []));
+      const whole = words.length ? holding([phrase]) : [];
+      return whole.length || words.length < 2 ? whole : holding(words); // words anywhere, unless they stand together somewhere
+    },
     ready: false,
     paint(context, row, x, y, size) {
       const place = row % raw.perSheet;
@@ -68,6 +87,21 @@ function openSplit(raw, loaded) {
   return split;
 }
 
+/** Without case; a letter with an accent is one character, however the file system writes it. @param {string} text */
+function folded(text) {
+  return text.normalize("NFC").toLowerCase();
+}
+
+/** The last part of a path, which names the file. @param {string} path */
+function fileName(path) {
+  return path.slice(path.lastIndexOf("/") + 1);
+}
+
+/** Whether the probe was asked about an image. @param {Mapped} run @param {number} row */
+function isJudged(run, row) {
+  return run.predicted !== null && run.predicted[row] < run.split.classes.length;
+}
+
 /** @param {RawRun} raw @param {RawPoints} points @param {number} id @param {Split} split @returns {Mapped} */
 function openRun(raw, points, id, split) {
   const curvature = points.curvature.map(numbers);
@@ -80,6 +114,7 @@ function openRun(raw, points, id, split) {
     name: raw.name,
     split,
     splitId: raw.split,
+    kind: points.kind,
     xy: numbers(points.xy),
     predicted: points.predicted && integers(points.predicted),
     confidence: points.confidence && numbers(points.confidence),
@@ -171,14 +206,14 @@ const VIRIDIS_PIXELS = Uint32Array.from({ length: 256 }, (_, i) => {
   return mixed >>> 0;
 });
 
-/** @type {Record<string, {label: string, ids?: (run: Mapped) => Integers | null, values?: (run: Mapped) => Float32Array}>} */
+/** @type {Record<string, {label: string, term: string, ids?: (run: Mapped) => Integers | null, values?: (run: Mapped) => Float32Array}>} */
 const COLOURINGS = {
-  class: { label: "class", ids: (run) => run.split.label },
-  predicted: { label: "predicted class", ids: (run) => run.predicted },
-  curvature0: { label: "curvature, first view", values: (run) => run.curvature[0] },
-  curvature1: { label: "curvature, second view", values: (run) => run.curvature[1] },
-  agreement: { label: "agreement of the views", values: (run) => run.agreement },
-  outlier: { label: "outlier score", values: (run) => run.outlier },
+  class: { label: "class", term: "", ids: (run) => run.split.label },
+  predicted: { label: "predicted class", term: "read_as", ids: (run) => run.predicted },
+  curvature0: { label: "curvature, first view", term: "curvature", values: (run) => run.curvature[0] },
+  curvature1: { label: "curvature, second view", term: "curvature", values: (run) => run.curvature[1] },
+  agreement: { label: "agreement of the views", term: "agreement", values: (run) => run.agreement },
+  outlier: { label: "outlier score", term: "outlier", values: (run) => run.outlier },
 };
 
 /** The colour of each point as one pixel. @param {Mapped} run @param {string} colouring @param {[number, number]} range
@@ -187,7 +222,7 @@ function pointPixels(run, colouring, range) {
   const { ids, values } = COLOURINGS[colouring];
   if (ids) {
     const found = ids(run);
-    const palette = run.split.classes.map((_, id) => pixel(classColour(id)));
+    const palette = [...run.split.classes.map((_, id) => pixel(classColour(id))), pixel("#b8bcc4")]; // the last: unjudged
     return Uint32Array.from({ length: run.split.count }, (_, row) => (found ? palette[found[row]] : pixel("#3f90da")));
   }
   const scale = 255 / (range[1] - range[0] || 1);

@@ -25,7 +25,7 @@ function listen(view) {
     const now = place(event);
     const before = held.get(event.pointerId);
     if (!before) {
-      listeners.hovered(view.run, view.pick(...now), event);
+      if (event.pointerType !== "touch") listeners.hovered(view.run, view.pick(...now), event);
       return;
     }
     travelled += Math.hypot(now[0] - before[0], now[1] - before[1]);
@@ -46,8 +46,9 @@ function listen(view) {
     if (!held.delete(event.pointerId)) return;
     const loop = view.loop;
     view.loop = [];
-    if (travelled < 5) listeners.pinned(view.run, view.pick(...place(event)));
-    else if (loop.length > 2) listeners.lassoed(view.run, view.inside(loop), event.shiftKey);
+    const finger = event.pointerType === "touch"; // it has no hover, so what it taps is shown beside it; and it is wide
+    if (travelled < (finger ? 10 : 5)) listeners.pinned(view.run, view.pick(...place(event), finger ? 24 : 14), finger ? event : undefined);
+    else if (loop.length > 2) listeners.selected(view.run, view.inside(loop), "in the lasso", event.shiftKey);
     view.drawOver();
   });
 
@@ -57,8 +58,8 @@ function listen(view) {
     view.drawOver();
   });
 
-  over.addEventListener("pointerleave", () => {
-    if (!held.size) listeners.hovered(view.run, -1);
+  over.addEventListener("pointerleave", (event) => {
+    if (!held.size && event.pointerType !== "touch") listeners.hovered(view.run, -1);
   });
 
   // The wheel scrolls the page until a map is clicked; otherwise nobody could scroll past the maps.

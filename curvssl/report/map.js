@@ -1,10 +1,10 @@
 "use strict";
 // A cloud of points on a canvas with pan, zoom, hover and lasso: for the maps and the curvature scatter plot.
 
-/** @typedef {{hover: number, pinned: number, selected: Set<number>, hidden: Set<number>}} Choice */
+/** @typedef {{hover: number, pinned: number, selected: Set<number>, what: string, hidden: Set<number>}} Choice */
 /** @typedef {{label: string, edges: boolean, xy: Float32Array, axes?: (view: Cloud, context: CanvasRenderingContext2D) => void}} CloudOptions */
 /** @typedef {{choice: (run: Mapped) => Choice, tool: () => string, hovered: (run: Mapped, row: number, at?: PointerEvent) => void,
- *   pinned: (run: Mapped, row: number) => void, lassoed: (run: Mapped, rows: number[], add: boolean) => void,
+ *   pinned: (run: Mapped, row: number, at?: PointerEvent) => void, selected: (run: Mapped, rows: number[], what: string, add?: boolean) => void,
  *   released: () => void, wantTool: (tool: string) => void}} Listeners */
 
 const SUBPIXELS = 4; // discs are rendered for 4 × 4 offsets inside a pixel, so that points move smoothly
@@ -108,7 +108,7 @@ class Cloud {
   /** Shows the whole cloud. */
   reset() {
     const { left, right, bottom, top } = this.bounds ?? { left: 0, right: 1, bottom: 0, top: 1 };
-    const margin = this.options.axes ? 44 : 18;
+    const margin = this.options.axes ? 60 : 18;
     this.scale = this.home = Math.min((this.width - 2 * margin) / (right - left || 1), (this.height - 2 * margin) / (top - bottom || 1));
     this.x = this.width / 2 - (this.scale * (left + right)) / 2;
     this.y = this.height / 2 - this.scale * (1 - (bottom + top) / 2);
@@ -134,7 +134,17 @@ class Cloud {
   /** Centres the view on a point, unless the point is already well inside. @param {number} row */
   show(row) {
     const [x, y] = this.screen(row);
-    if (x > 30 && y > 30 && x < this.width - 30 && y < this.height - 30) return;
+    if (x > 15 && y > 15 && x < this.width - 15 && y < this.height - 15) return;
+    this.pan(this.width / 2 - x, this.height / 2 - y);
+  }
+
+  /** Zooms to these points. @param {number[]} rows */
+  fit(rows) {
+    const { xy } = this.options;
+    const [xs, ys] = [0, 1].map((axis) => quantiles([Float32Array.from(rows, (row) => xy[2 * row + axis])], 0, 1));
+    const span = Math.max((xs[1] - xs[0]) / (this.width - 80), (ys[1] - ys[0]) / (this.height - 80)) || 1e-9;
+    this.zoom(1 / span / this.scale, this.width / 2, this.height / 2);
+    const [x, y] = [this.x + (this.scale * (xs[0] + xs[1])) / 2, this.y + this.scale * (1 - (ys[0] + ys[1]) / 2)];
     this.pan(this.width / 2 - x, this.height / 2 - y);
   }
 
@@ -150,14 +160,15 @@ class Cloud {
     return label !== null && this.listeners.choice(this.run).hidden.has(label[row]);
   }
 
-  /** The nearest visible point within 14 pixels, or −1. @param {number} x @param {number} y @returns {number} */
-  pick(x, y) {
-    const reach = 14 / this.scale;
+  /** The nearest visible point within so many pixels, or −1. @param {number} x @param {number} y @param {number} [within]
+   *  @returns {number} */
+  pick(x, y, within = 14) {
+    const reach = within / this.scale;
     const u = (x - this.x) / this.scale;
     const v = 1 - (y - this.y) / this.scale;
     const { starts, order } = this;
     if (!starts || !order) return -1;
-    let [best, distance] = [-1, 14];
+    let [best, distance] = [-1, within];
     for (let i = cell(v - reach); i <= cell(v + reach); i++) {
       for (let at = starts[i * GRID + cell(u - reach)]; at < starts[i * GRID + cell(u + reach) + 1]; at++) {
         const [px, py] = this.screen(order[at]);
@@ -256,7 +267,7 @@ class Cloud {
   drawImages(rows, choice) {
     const { context, ratio } = this;
     const size = Math.round(30 * ratio);
-    context.imageSmoothingEnabled = this.run.split.side > size;
+    context.imageSmoothingEnabled = this.run.split.side > size || !this.run.split.exact;
     for (const row of rows) {
       const [x, y] = this.screen(row).map((value) => Math.round(value * ratio - size / 2));
       context.globalAlpha = choice.selected.size && !choice.selected.has(row) ? 0.25 : 1;

@@ -21,11 +21,16 @@ from curvssl.files import write_atomic
 from curvssl.methods import title_of
 
 HERE = Path(__file__).parent
-SCRIPTS = ("data", "charts", "map", "hands", "sections", "main", "page")
+SCRIPTS = ("data", "terms", "charts", "curves", "map", "hands", "sections", "main", "beside", "page")
 NEIGHBORS = 6  # shown around an image, by distance in feature space
 MAPS = 4  # up to this many runs all get a map; of more, only each method's first seed, to keep the page small for mail
 SEEN = 64  # pixels at most of a view on the page
 SHEET = 100  # thumbnails per side of a sprite sheet: browsers decode 3,200 × 3,200 pixels without problems
+LIMIT = 100_000  # images on a page; of more, a random sample with a fixed seed
+# Up to how many images a thumbnail has how many pixels a side. A pixel takes about a quarter of a byte in the file, and
+# four bytes in a browser.
+SIDES = {2_500: 64, 25_000: 32, LIMIT: 24}
+LOSSLESS = 16, 10_000_000  # pixels a side and in all, up to which thumbnails are exact
 # "image", "global 1", "global 2", "local 1", …, "blend": uint8 (n, 1 or 3, height, width) each
 Columns = Mapping[str, np.ndarray]
 
@@ -36,14 +41,13 @@ class Points:
 
     xy: np.ndarray  # (N, 2) the map
     curvature: np.ndarray  # (2, N) of the embeddings z of two augmented views
-    outlier: (
-        np.ndarray
-    )  # (N,) outlier score of the features h of the image itself: 1 for a typical one, high for outliers
+    outlier: np.ndarray  # (N,) score of the features h of the image itself: 1 for a typical one, high for outliers
     neighbors: np.ndarray  # (N, 6) rows, nearest in h first
     distances: np.ndarray  # (N, 6) to them
     cosines: np.ndarray  # (N, 15) between the edges to them, pairs a < b in order
-    predicted: np.ndarray | None = None  # (N,) by the linear probe
+    predicted: np.ndarray | None = None  # (N,) by the linear probe; −1 for an image that it was trained on
     confidence: np.ndarray | None = None  # (N,) in [0, 1]
+    kind: str = "Eq. (6), k = 10"  # which curvature: values of another kind cannot be compared
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,12 @@ class Pictured:
     classes: tuple[str, ...] = ()
     labels: np.ndarray | None = None  # (N,)
     index: np.ndarray | None = None  # (N,) position in the split, if not all of its images are shown
+    files: tuple[str, ...] = ()  # N file names
+    total: int = 0  # images in the split, if more than N
 
     def key(self) -> str:
         parts = [self.images, self.labels, self.index]
-        digest = hashlib.sha256(json.dumps([self.name, *self.classes]).encode())
+        digest = hashlib.sha256(json.dumps([self.name, self.classes, self.files]).encode())
         for part in parts:
             digest.update(b"-" if part is None else np.ascontiguousarray(part).data)
         return digest.hexdigest()
@@ -74,6 +80,7 @@ class RunData:
     points: Points | None = None
     pictured: Pictured | None = None
     seen: Columns | None = None  # some images and all views of them
+    findings: dict[str, Any] | None = None  # what `curvssl inspect` found, in rows of `pictured`
 
 
 # ---- arrays as text
@@ -105,8 +112,8 @@ def _base64(data: np.ndarray | bytes) -> str:
 
 
 def thumbnail_side(n: int, height: int, width: int) -> int:
-    """At most 64 pixels, or 32 for more than 2,500 images, to keep the page small enough for mail."""
-    return min(height, width, 64 if n <= 2500 else 32)
+    """As SIDES says, to keep the page small, but never larger than the images."""
+    return min(height, width, next(side for most, side in SIDES.items() if n <= most))
 
 
 def squares(images: np.ndarray, side: int) -> np.ndarray:
@@ -144,12 +151,13 @@ def size_of(column: np.ndarray) -> str:
 
 
 def thumbnails(images: np.ndarray) -> dict[str, Any]:
-    """Sprite sheets as data URLs: WebP, lossless up to 16 pixels a side."""
+    """Sprite sheets as data URLs: WebP, lossless if small."""
     from PIL import Image
 
     n, _, height, width = images.shape
     side = thumbnail_side(n, height, width)
     columns = min(SHEET, math.ceil(math.sqrt(n)))
+    lossless = side <= LOSSLESS[0] and n * side**2 <= LOSSLESS[1]
     sheets = []
     for start in range(0, n, columns * SHEET):
         part = squares(images[start : start + columns * SHEET], side)
@@ -157,8 +165,8 @@ def thumbnails(images: np.ndarray) -> dict[str, Any]:
         part = np.concatenate([part, np.zeros((rows * columns - len(part), *part.shape[1:]), np.uint8)])
         grid = part.reshape(rows, columns, -1, side, side).transpose(0, 3, 1, 4, 2)
         grid = grid.reshape(rows * side, columns * side, -1)
-        sheets.append(_webp(Image.fromarray(grid.squeeze(2) if grid.shape[2] == 1 else grid), lossless=side <= 16))
-    return {"side": side, "columns": columns, "perSheet": columns * SHEET, "sheets": sheets}
+        sheets.append(_webp(Image.fromarray(grid.squeeze(2) if grid.shape[2] == 1 else grid), lossless=lossless))
+    return {"side": side, "exact": lossless, "columns": columns, "perSheet": columns * SHEET, "sheets": sheets}
 
 
 def _tile(pixels: np.ndarray) -> str:
@@ -243,12 +251,13 @@ def payload(runs: Sequence[RunData]) -> dict[str, Any]:
             "warning": not_learning(run.metrics, d_z=run.config.get("d_z", 1)),
             "split": 0,
             "points": None,
+            "findings": run.findings,
         }
         if i in mapped and run.points is not None and run.pictured is not None:
             key = run.pictured.key()
             if key not in splits:
                 splits[key] = _split(run.pictured)
-            entry |= {"split": list(splits).index(key), "points": _points(run.points)}
+            entry |= {"split": list(splits).index(key), "points": _points(run.points, run.pictured)}
         entries.append(finite(entry))
     return {
         "title": title(runs),
@@ -278,13 +287,18 @@ def _split(pictured: Pictured) -> dict[str, Any]:
         "name": pictured.name,
         "classes": list(pictured.classes),
         "count": len(pictured.images),
+        "total": max(pictured.total, len(pictured.images)),
+        "files": list(pictured.files),
         "index": None if pictured.index is None else packed_integers(pictured.index),
         "label": None if pictured.labels is None else packed_integers(pictured.labels),
         **thumbnails(pictured.images),
     }
 
 
-def _points(points: Points) -> dict[str, Any]:
+def _points(points: Points, pictured: Pictured) -> dict[str, Any]:
+    unjudged, predicted = len(pictured.classes), None  # the page's integers have no sign
+    if points.predicted is not None:
+        predicted = packed_integers(np.where(points.predicted < 0, unjudged, points.predicted))
     low, extent = points.xy.min(0), float(np.ptp(points.xy, axis=0).max()) or 1.0  # same scale for x and y
     low_c, high_c = float(points.curvature.min()), float(points.curvature.max())
     return {
@@ -294,7 +308,8 @@ def _points(points: Points) -> dict[str, Any]:
         "neighbors": packed_integers(points.neighbors),
         "distances": packed(points.distances),
         "cosines": packed(points.cosines, low=-1, high=1, bits=8),
-        "predicted": None if points.predicted is None else packed_integers(points.predicted),
+        "kind": points.kind,
+        "predicted": predicted,
         "confidence": None if points.confidence is None else packed(points.confidence, low=0, high=1, bits=8),
     }
 

@@ -7,8 +7,8 @@ const MANY = 40; // with more classes than this a confusion matrix is too large 
 function thumbnail(split, row, text) {
   const label = split.label ? `, ${split.classes[split.label[row]]}` : "";
   const canvas = /** @type {HTMLCanvasElement} */ (element("canvas", {
-    width: split.side, height: split.side, class: "thumb", role: "img",
-    "aria-label": `image ${split.index(row)}${label}`, "data-row": row,
+    width: split.side, height: split.side, class: split.exact ? "thumb exact" : "thumb", role: "img",
+    "aria-label": `${split.path(row)}${label}`, "data-row": row,
   }));
   const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
   if (split.ready) split.paint(context, row, 0, 0, split.side);
@@ -17,16 +17,16 @@ function thumbnail(split, row, text) {
 }
 
 /** Thumbnails that select their image when pressed. @param {Mapped} run @param {number[]} rows
- *  @param {(row: number) => string} caption @param {(run: Mapped, row: number) => void} choose */
-function gallery(run, rows, caption, choose) {
+ *  @param {(row: number) => string} caption */
+function gallery(run, rows, caption) {
   return element("div", { class: "gallery" }, ...rows.map((row) => element("button", {
-    type: "button", class: "bare", title: `image ${run.split.index(row)}`, onclick: () => choose(run, row),
+    type: "button", class: "bare", title: run.split.path(row), onclick: () => choose(run, row),
   }, thumbnail(run.split, row, caption(row)))));
 }
 
-/** @param {string} title @param {string} note @param {Node[]} content */
+/** @param {string | (string | Node)[]} title @param {string} note @param {Node[]} content */
 function card(title, note, ...content) {
-  return element("div", { class: "card" }, element("h4", {}, title), element("p", { class: "note" }, note), ...content);
+  return element("div", { class: "card" }, element("h4", {}, ...[title].flat()), element("p", { class: "note" }, note), ...content);
 }
 
 /** @param {Score | undefined} score */
@@ -53,7 +53,13 @@ function probeTable(payload) {
   const groups = payload.groups.map((group) => ({ ...group, runs: group.runs.map((id) => payload.runs[id]) }));
   const entries = payload.runs.flatMap((run) => Object.entries(run.probes));
   const probes = [...new Set(entries.filter(([, score]) => typeof score?.mean === "number").map(([name]) => name))];
-  const floors = [...new Set(entries.filter(([, tree]) => probes.some((probe) => tree?.[probe])).map(([name]) => name))];
+  const floors = [...new Set(entries.filter(([, score]) => probes.some((probe) => typeof score?.[probe]?.mean === "number")).map(([name]) => name))];
+  const figures = [...new Set(payload.runs.flatMap((run) => Object.keys(run.probes.retrieval ?? {})))];
+  /** The mean over runs of a figure of retrieval. @param {RawRun[]} runs @param {string[]} path */
+  const figure = (runs, path) => {
+    const values = runs.map((run) => path.reduce((tree, name) => tree?.[name], /** @type {any} */ (run.probes))).filter(Number.isFinite);
+    return values.length ? mean(values).toFixed(1) : "–";
+  };
   if (!probes.length) return element("p", { class: "note" }, "No probe has been run: the images have no labels.");
   const best = probes.map((probe) => Math.max(...groups.map((group) => pooled(group.runs, [probe])?.mean ?? -1)));
   const rows = groups.map((group) => element("tr", {},
@@ -61,22 +67,23 @@ function probeTable(payload) {
     ...probes.map((probe, i) => {
       const score = pooled(group.runs, [probe]);
       return element("td", groups.length > 1 && score?.mean === best[i] ? { class: "best" } : {}, percent(score));
-    })));
+    }), ...figures.map((name) => element("td", {}, figure(group.runs, ["retrieval", name])))));
   const datasets = [...new Set(payload.runs.map((run) => run.config.dataset))];
   for (const floor of floors) {
     for (const dataset of datasets) { // baselines are almost the same in all runs on a dataset: take the first
       const run = payload.runs.find((one) => one.config.dataset === dataset && one.probes[floor]);
       if (!run) continue;
       rows.push(element("tr", { class: "floor" }, element("th", { scope: "row" }, datasets.length > 1 ? `${floor}, ${dataset}` : floor),
-        ...probes.map((probe) => element("td", {}, percent(pooled([run], [floor, probe]))))));
+        ...probes.map((probe) => element("td", {}, percent(pooled([run], [floor, probe])))),
+        ...figures.map((name) => element("td", {}, figure([run], [floor, "retrieval", name])))));
     }
   }
-  const names = /** @type {Record<string, string>} */ ({ linear: "linear", mlp: "hidden layer", knn: "kNN" });
-  const head = element("tr", {}, element("th", {}, ""), ...probes.map((probe) => element("th", { scope: "col" }, names[probe] ?? probe)));
-  return element("div", { class: "card scroll" }, element("h4", {}, "Probes: accuracy on the test split, in percent"),
+  const head = element("tr", {}, element("th", {}, ""), ...probes.map((probe) => element("th", { scope: "col" }, term(probe))),
+    ...figures.map((name) => element("th", { scope: "col" }, term(name === "mAP" ? "mAP" : "recall", name))));
+  return element("div", { class: "card scroll" }, element("h4", {}, `Probes: accuracy${figures.length ? " and retrieval" : ""} on the test split, in percent`),
     element("table", { class: "figures" }, element("thead", {}, head), element("tbody", {}, ...rows)),
     element("p", { class: "note" }, "± is the standard deviation over seeds: of the run where a row has several, of the probe where it has one. ",
-      floors.length ? "The rows in italics are floors, what a probe reads without any training." : ""));
+      ...(floors.length ? ["The rows in italics are ", term("floor", "floors"), ": what a probe reads without pretraining."] : [])));
 }
 
 /** One row per image: the image, then its views. @param {Seen} seen @param {boolean} named whether the page has several */
@@ -96,7 +103,7 @@ function confusion(run) {
   const size = run.split.classes.length;
   const table = Array.from({ length: size }, () => new Array(size).fill(0));
   const { label } = run.split;
-  if (label && run.predicted) run.predicted.forEach((guess, row) => table[label[row]][guess]++);
+  if (label && run.predicted) run.predicted.forEach((guess, row) => guess < size && table[label[row]][guess]++);
   return table;
 }
 
@@ -105,21 +112,26 @@ function readAs(run, truth, guess) {
   return Array.from(run.split.label ?? []).flatMap((id, row) => (id === truth && run.predicted?.[row] === guess ? [row] : []));
 }
 
-/** For many classes: the most frequent confusions, as buttons. @param {Mapped} run
- *  @param {(run: Mapped, rows: number[]) => void} choose */
-function mixUps(run, choose) {
+/** Selects those images. @param {Mapped} run @param {number} truth @param {number} guess */
+function pickRead(run, truth, guess) {
+  const { classes } = run.split;
+  pickOut(run, readAs(run, truth, guess), `${classes[truth]} that ${run.name} reads as ${classes[guess]}`);
+}
+
+/** For many classes: the most frequent confusions, as buttons. @param {Mapped} run */
+function mixUps(run) {
   const { classes } = run.split;
   const cells = confusion(run).flatMap((line, truth) => line.map((count, guess) => ({ count, truth, guess })));
   const worst = cells.filter(({ count, truth, guess }) => count && truth !== guess).sort((a, b) => b.count - a.count);
   return element("div", { class: "mixups" }, ...worst.slice(0, 40).map(({ count, truth, guess }) => element("button", {
-    type: "button", onclick: () => choose(run, readAs(run, truth, guess)),
+    type: "button", onclick: () => pickRead(run, truth, guess),
   }, `${classes[truth]} → ${classes[guess]} `, element("b", {}, String(count)))));
 }
 
-/** @param {Mapped} run @param {(run: Mapped, rows: number[]) => void} choose */
-function confusionTable(run, choose) {
+/** @param {Mapped} run */
+function confusionTable(run) {
   const { classes } = run.split;
-  if (classes.length > MANY) return mixUps(run, choose);
+  if (classes.length > MANY) return mixUps(run);
   const counts = confusion(run);
   const body = element("tbody");
   counts.forEach((line, truth) => {
@@ -128,7 +140,7 @@ function confusionTable(run, choose) {
       const td = element("td", {
         tabindex: truth || guess ? -1 : 0, "data-share": (count / total).toFixed(3), class: truth === guess && count > total / 2 ? "right" : truth === guess ? "right weak" : "wrong",
         "aria-label": `${count} of ${classes[truth]} read as ${classes[guess]}`, title: `${count} of ${classes[truth]} read as ${classes[guess]}`,
-        onclick: () => choose(run, readAs(run, truth, guess)),
+        onclick: () => pickRead(run, truth, guess),
       }, count && classes.length <= 20 ? String(count) : "");
       td.style.setProperty("--share", String(count / total));
       return td;

@@ -65,11 +65,15 @@ def geometry_of(z0: Tensor, z1: Tensor, *, criterion: Any, k: int) -> dict[str, 
     The curvature is the criterion's own if it has one, else Eq. (6). All ranks must call it; all get the same result.
     """
     z = torch.stack((z0.float(), z1.float()))
-    parts = [part for _, part in criterion.parts()] if isinstance(criterion, Loss) else []
-    curved = next((part for part in parts if isinstance(part, Curvature)), Curvature(k=k))
-    c = gather(standardise(curved.scores(z).mT, eps=1e-12))  # (b, 2)
+    c = gather(standardise(own_curvature(criterion, k=k).scores(z).mT, eps=1e-12))  # (b, 2)
     everyone = gather(z[0])
     return {"rho": c.prod(1).mean(), "z_std": everyone.std(0).mean(), "gram": gram_of(everyone)}
+
+
+def own_curvature(criterion: Any, *, k: int) -> Curvature:
+    """The curvature that a criterion aligns, or that of Eq. (6) if it aligns none."""
+    parts = [part for _, part in criterion.parts()] if isinstance(criterion, Loss) else []
+    return next((part for part in parts if isinstance(part, Curvature)), Curvature(k=k))
 
 
 def judge(

@@ -82,17 +82,14 @@ def around(opened: Opened, corners: list[tuple[float, float]]) -> None:
 # ---- the page as a whole
 
 
-def test_page_opens_from_the_file_system_and_asks_for_nothing_else(browser: Any, grid: RunData, tmp_path: Path) -> None:
+def test_page_opens_from_the_file_system_asks_for_nothing_and_runs_no_other_script(
+    browser: Any, grid: RunData, tmp_path: Path
+) -> None:
     opened = single(browser, [grid], tmp_path)
     assert opened.complaints == []
     asked = [address for address in opened.requests if not address.startswith("data:")]
     assert asked == [(tmp_path / "report.html").as_uri()]
     assert opened.page.title() == "CurvSSL on digits"
-    opened.context.close()
-
-
-def test_no_other_script_runs_and_nothing_can_be_fetched(browser: Any, grid: RunData, tmp_path: Path) -> None:
-    opened = single(browser, [grid], tmp_path)
     opened.page.evaluate(
         """() => { const made = document.createElement("script"); made.textContent = "window.hacked = 3";
            document.body.append(made); }"""
@@ -131,31 +128,27 @@ def test_names_and_labels_are_text_whatever_they_hold(browser: Any, tmp_path: Pa
     opened.context.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_light_and_dark_follow_the_system_and_the_button_turns_them(
-    browser: Any, grid: RunData, tmp_path: Path, scheme: str
-) -> None:
+def test_light_and_dark_follow_the_system_the_button_turns_them_and_print_is_light(page: Opened) -> None:
     surfaces = {"light": (255, 255, 255, 255), "dark": (23, 26, 32, 255)}
-    opened = single(browser, [grid], tmp_path, color_scheme=scheme)
     corner = "pixelOf(maps[0].points, 0, 0)"
-    assert tuple(opened.page.evaluate(corner)) == surfaces[scheme]
-    opened.page.click("#theme")
-    opened.frame()
-    assert tuple(opened.page.evaluate(corner)) == surfaces["dark" if scheme == "light" else "light"]
-    opened.context.close()
-
-
-def test_print_is_light_and_without_controls(browser: Any, grid: RunData, tmp_path: Path) -> None:
-    opened = single(browser, [grid], tmp_path, color_scheme="dark")
-    opened.page.emulate_media(media="print", color_scheme="dark")
-    opened.frame()
-    assert opened.page.evaluate("pixelOf(maps[0].points, 0, 0)") == [255, 255, 255, 255]
-    assert opened.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    for part in (".toolbar", ".bar", ".hint"):
-        assert not opened.page.is_visible(part)
-    assert opened.page.is_visible("#maps canvas")
-    assert len(opened.page.pdf()) > 20_000
-    opened.context.close()
+    for scheme, turned in (("light", "dark"), ("dark", "light")):
+        page.page.emulate_media(color_scheme=scheme)
+        page.frame()
+        assert tuple(page.page.evaluate(corner)) == surfaces[scheme]
+        page.page.click("#theme")
+        page.frame()
+        assert tuple(page.page.evaluate(corner)) == surfaces[turned]
+        page.page.evaluate("delete document.documentElement.dataset.theme")
+    page.page.emulate_media(media="print", color_scheme="dark")
+    page.frame()
+    assert page.page.evaluate(corner) == [255, 255, 255, 255]
+    assert page.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    for part in (".toolbar", ".bar", ".hint", ".larger"):
+        assert not page.page.is_visible(part)
+    assert page.page.is_visible("#maps canvas")
+    assert len(page.page.pdf()) > 20_000
+    page.page.emulate_media(media="screen", color_scheme="light")
+    page.frame()
 
 
 @pytest.mark.parametrize("width", [390, 768, 1440])
@@ -165,8 +158,18 @@ def test_page_is_never_wider_than_the_window(
     views = ["image", "global 1", "global 2", *(f"local {i}" for i in range(1, 11))]
     seen = {name: np.zeros((2, 3, 16, 16), np.uint8) for name in views}
     runs = [dataclasses.replace(grid, seen=seen), other]
-    opened = single(browser, runs, tmp_path, viewport={"width": width, "height": 800})
-    opened.point_at(7)
+    phone = width < 700
+    opened = single(browser, runs, tmp_path, viewport={"width": width, "height": 800}, has_touch=phone)
+    if phone:  # a tapped dot shows its image, at once and below the map
+        opened.page.touchscreen.tap(*opened.screen(7))
+        opened.frame()
+        for shown in ("#tip canvas", "#chosen .chosen canvas"):
+            assert opened.rows_of(shown) == [7]
+            assert opened.page.is_visible(shown)
+    else:
+        opened.point_at(7)
+    top = opened.page.evaluate("document.querySelector('#maps .canvas').getBoundingClientRect().top + scrollY")
+    assert top < 800 - 100  # the first screen shows the map
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
     box = "document.querySelector('#views .scroll')"
     hidden = opened.page.evaluate(f"{box}.scrollWidth - {box}.clientWidth")
@@ -182,10 +185,8 @@ def test_two_runs_of_ten_thousand_images_stay_under_eight_megabytes(browser: Any
     # Thumbnails are lossy, but still closest to their own image.
     opened = Opened(browser, tmp_path / "report.html")
     for index in (0, 4321, 9999):
-        opened.page.fill("#search-index", str(index))
-        opened.page.press("#search-index", "Enter")
-        opened.frame()
-        shown = opened.thumbnail("#inspector .chosen canvas").transpose(2, 0, 1).astype(np.float32)
+        opened.search(str(index))
+        shown = opened.thumbnail("#chosen .chosen canvas").transpose(2, 0, 1).astype(np.float32)
         assert np.square(of.images - shown).mean((1, 2, 3)).argmin() == index
     opened.context.close()
 
@@ -198,16 +199,16 @@ def test_point_under_the_cursor_shows_its_own_image(page: Opened, grid: RunData,
     assert grid.pictured is not None
     assert grid.pictured.labels is not None
     page.point_at(row)
-    for shown in ("#inspector .chosen canvas", "#tip canvas"):
+    for shown in ("#chosen .chosen canvas", "#tip canvas"):
         np.testing.assert_array_equal(page.thumbnail(shown)[..., 0], grid.pictured.images[row, 0])
-    assert page.page.inner_text("#inspector h3") == grid.pictured.classes[grid.pictured.labels[row]]
-    assert f"image {row}" in page.page.inner_text("#inspector .note")
+    assert page.page.inner_text("#chosen h3") == grid.pictured.classes[grid.pictured.labels[row]]
+    assert f"image {row}" in page.page.inner_text("#chosen .note")
 
 
 def test_hovering_shows_the_curvature_of_both_views(page: Opened, grid: RunData) -> None:
     assert grid.points is not None
     page.point_at(17)
-    facts = page.page.inner_text("#inspector .facts").replace("−", "-")
+    facts = page.page.inner_text("#chosen .facts").replace("−", "-")
     for view in grid.points.curvature:
         assert f"{view[17]:.{1 if abs(view[17]) >= 10 else 2}f}" in facts
 
@@ -216,7 +217,7 @@ def test_neighbours_are_lit_and_shown(page: Opened, grid: RunData, other: RunDat
     assert grid.points is not None
     assert other.points is not None
     page.point_at(22)
-    galleries = page.rows_of("#inspector .gallery canvas")
+    galleries = page.rows_of("#chosen .gallery canvas")
     assert galleries == [*grid.points.neighbors[22], *other.points.neighbors[22]]
     lit = {row for row in range(60) if page.colour(row, canvas="over", dx=6)[3] > 128}
     assert set(grid.points.neighbors[22]) <= lit
@@ -279,6 +280,8 @@ def test_legend_hides_a_class_and_shows_it_again(page: Opened, grid: RunData) ->
 def test_lasso_lists_and_exports_what_is_inside(page: Opened, grid: RunData, tmp_path: Path) -> None:
     from matplotlib.path import Path as Outline
 
+    assert grid.pictured is not None
+    assert grid.pictured.labels is not None
     where = np.array([page.screen(row) for row in range(60)])
     low, high = where.min(0), where.max(0)
     share = [(0.1, 0.1), (0.75, 0.25), (0.55, 0.6), (0.9, 0.95), (0.2, 0.7)]  # a shape with a notch
@@ -286,44 +289,81 @@ def test_lasso_lists_and_exports_what_is_inside(page: Opened, grid: RunData, tmp
     around(page, corners)
     inside = np.flatnonzero(Outline(corners).contains_points(where))
     assert 5 < len(inside) < 50
-    assert page.page.input_value("#indices") == ", ".join(map(str, inside))
+    assert page.selected() == list(inside)
+    assert page.page.inner_text("#selection h3") == f"{len(inside)} images selected"
+    assert page.rows_of("#selection .gallery canvas") == list(inside)
     with page.page.expect_download() as waiting:
         page.page.click("#export")
     waiting.value.save_as(tmp_path / "selection.csv")
     lines = (tmp_path / "selection.csv").read_text().splitlines()
-    assert lines[0] == "index,label"
-    assert [int(line.split(",")[0]) for line in lines[1:]] == list(inside)
+    assert lines[0] == "index,image,label"
+    labels = grid.pictured.labels
+    assert lines[1:] == [f'{row},"image {row}","{labels[row]}"' for row in inside]
     outside = next(row for row in range(60) if row not in inside)
     for view in ("maps[0]", "maps[1]"):  # linked: selected points are bright in both maps, the others dim in both
         brightness = {row: min(page.colour(row, view=view)[:3]) for row in (int(inside[0]), outside)}
         assert brightness[outside] > 180 > brightness[int(inside[0])]
+    page.page.click("#zoom-selection")  # in both maps
+    page.frame()
+    for view in ("maps[0]", "maps[1]"):
+        x, y = np.array([page.page.evaluate(f"{view}.screen({row})") for row in inside.tolist()]).T
+        width, height = page.page.evaluate(f"[{view}.width, {view}.height]")
+        assert (x.min() > 0, y.min() > 0, x.max() < width, y.max() < height) == (True,) * 4
+        assert max(np.ptp(x) / width, np.ptp(y) / height) > 0.6
 
 
 def test_shift_adds_to_the_selection(page: Opened) -> None:
     x, y = page.screen(0)
     box = [(x - 9, y - 9), (x + 9, y - 9), (x + 9, y + 9), (x - 9, y + 9)]
     around(page, box)
-    assert page.page.input_value("#indices") == "0"
+    assert page.selected() == [0]
     x, y = page.screen(9)
     page.page.keyboard.down("Shift")
     around(page, [(x - 9, y - 9), (x + 9, y - 9), (x + 9, y + 9), (x - 9, y + 9)])
     page.page.keyboard.up("Shift")
-    assert page.page.input_value("#indices") == "0, 9"
+    assert page.selected() == [0, 9]
 
 
-def test_search_finds_an_image_by_its_index_in_the_split(browser: Any, grid: RunData, tmp_path: Path) -> None:
+def test_search_finds_images_by_their_number_or_class(browser: Any, grid: RunData, tmp_path: Path) -> None:
     assert grid.pictured is not None
-    part = dataclasses.replace(grid.pictured, index=np.arange(60) * 1000 + 7)
+    assert grid.pictured.labels is not None
+    part = dataclasses.replace(
+        grid.pictured, index=np.arange(60) * 1000 + 7, classes=tuple(f"No. {i}" for i in range(10))
+    )
     opened = single(browser, [dataclasses.replace(grid, pictured=part)], tmp_path)
-    opened.page.fill("#search-index", "42007")
-    opened.page.click("#search button")
-    opened.frame()
-    np.testing.assert_array_equal(opened.thumbnail("#inspector .chosen canvas")[..., 0], part.images[42, 0])
-    assert "image 42007 · kept" in opened.page.inner_text("#inspector")
+    opened.search("42007")
+    np.testing.assert_array_equal(opened.thumbnail("#chosen .chosen canvas")[..., 0], part.images[42, 0])
+    assert "image 42007 · kept" in opened.page.inner_text("#chosen")
+    opened.search("no. 3")
+    assert opened.selected() == list(np.flatnonzero(grid.pictured.labels == 3))
     for text in ("42", "-1", "many"):
-        opened.page.fill("#search-index", text)
-        opened.page.click("#search button")
-        assert opened.page.inner_text("#search-answer") == f"no image {text}"
+        opened.search(text)
+        assert opened.page.inner_text("#search-answer") == "no image"
+        assert opened.selected() == []
+    opened.context.close()
+
+
+def test_search_finds_images_by_words_of_their_file_names(browser: Any, grid: RunData, tmp_path: Path) -> None:
+    assert grid.pictured is not None
+    names = [f"{'Été' if i % 2 else 'winter'}/IMG {i:03}{NASTY if i == 9 else ''}.jpg" for i in range(60)]
+    names[11] = names[11].replace("Été", "E\u0301te\u0301")  # as macOS writes it
+    part = dataclasses.replace(grid.pictured, files=tuple(names))
+    opened = single(browser, [dataclasses.replace(grid, pictured=part)], tmp_path)
+    opened.page.fill("#search-text", "ÉTÉ img")  # found while one types
+    opened.until("choices[0].selected.size > 0")
+    assert opened.selected() == list(range(1, 60, 2))
+    assert opened.page.inner_text("#search-answer") == "30 images"
+    for row in (1, 3, 5):  # Enter goes from one to the next
+        opened.page.press("#search-text", "Enter")
+        opened.frame()
+        assert opened.rows_of("#chosen .chosen canvas") == [row]
+        assert names[row] in opened.page.inner_text("#chosen .path")
+    opened.search("009<script>")
+    assert opened.selected() == [9]
+    assert opened.page.inner_text("#selection figcaption") == f"IMG 009{NASTY}.jpg".split("/")[-1]
+    opened.point_at(11)
+    assert "IMG 011.jpg" in opened.page.inner_text("#tip")
+    assert opened.page.evaluate("window.hacked") is None
     opened.context.close()
 
 
@@ -378,18 +418,19 @@ def test_sixty_thousand_points_answer_to_cursor_zoom_and_lasso(browser: Any, tmp
         opened.page.mouse.move(x + i, y)
     opened.frame()
     assert opened.page.evaluate("window.drawn") == 0  # hovering redraws the layer above the points, never the points
-    shown = opened.rows_of("#inspector .chosen canvas")
+    shown = opened.rows_of("#chosen .chosen canvas")
     assert len(shown) == 1
-    np.testing.assert_array_equal(opened.thumbnail("#inspector .chosen canvas")[..., 0], of.images[shown[0], 0])
+    np.testing.assert_array_equal(opened.thumbnail("#chosen .chosen canvas")[..., 0], of.images[shown[0], 0])
     opened.page.evaluate("for (let i = 0; i < 50; i++) maps[0].zoom(1.001, 100, 100)")
     opened.frame()
     assert opened.page.evaluate("window.drawn") == 1  # fifty requests within a frame give one redraw
     box = opened.page.locator("#maps .over").bounding_box()
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
     around(opened, [(x - 100, y - 100), (x + 100, y - 100), (x + 100, y + 100), (x - 100, y + 100)])
-    chosen = opened.page.input_value("#indices").split(", ")
-    assert len(chosen) > 100
-    assert len(opened.rows_of("#selection canvas")) == 48  # the list has all images, the gallery the first 48
+    assert len(opened.selected()) > 100
+    assert len(opened.rows_of("#selection canvas")) == 48  # the others when asked for
+    opened.page.click("#selection > button")
+    assert len(opened.rows_of("#selection canvas")) == min(240, len(opened.selected()))
     assert opened.complaints == []
     opened.context.close()
 
@@ -408,8 +449,8 @@ def test_keyboard_walks_keeps_zooms_and_lets_go(page: Opened, grid: RunData) -> 
         assert page.page.evaluate("choices[0].hover") == before + by
     page.page.keyboard.press("Enter")
     page.frame()
-    assert "kept" in page.page.inner_text("#inspector")
-    assert f"Image {start}" in page.page.inner_text("#announce")
+    assert "kept" in page.page.inner_text("#chosen")
+    assert f"image {start}" in page.page.inner_text("#announce")
     scale = page.page.evaluate("maps[0].scale")
     page.page.keyboard.press("+")
     assert page.page.evaluate("maps[0].scale") > scale
@@ -426,7 +467,7 @@ def test_every_control_is_reached_with_the_tab_key(page: Opened) -> None:
     for _ in range(60):
         page.page.keyboard.press("Tab")
         reached.append(page.page.evaluate("document.activeElement.id || document.activeElement.className"))
-    wanted = ["theme", "colour", "tool-pan", "tool-lasso", "search-index", "reset", "over"]
+    wanted = ["theme", "colour", "tool-pan", "tool-lasso", "search-text", "reset", "over"]
     assert [name for name in reached if name in wanted][: len(wanted)] == wanted
     nameless = page.page.evaluate(
         """[...document.querySelectorAll("button, select, input, textarea, [tabindex]")]
@@ -462,7 +503,10 @@ def test_cell_of_the_confusion_matrix_selects_its_images_by_keyboard(page: Opene
         page.page.keyboard.press(key)
     page.frame()
     expected = np.flatnonzero((grid.pictured.labels == 2) & (grid.points.predicted == 2))
-    assert page.page.input_value("#indices") == ", ".join(map(str, expected))
+    assert page.selected() == list(expected)
+    assert f"{len(expected)} images selected" in page.page.inner_text("#selection")
+    assert "2 that CurvSSL reads as 2" in page.page.inner_text("#selection")
+    page.until("byId('selection').getBoundingClientRect().top < innerHeight - 100")  # it scrolls to the map
 
 
 def test_with_hundreds_of_classes_the_commonest_mix_ups_are_listed(browser: Any, tmp_path: Path) -> None:
@@ -476,7 +520,7 @@ def test_with_hundreds_of_classes_the_commonest_mix_ups_are_listed(browser: Any,
     opened = single(browser, [made], tmp_path)
     assert opened.page.locator("#confusions button").all_inner_texts() == ["class 7 → class 290 3"]
     opened.page.click("#confusions button")
-    assert opened.page.input_value("#indices") == "7, 307, 607"
+    assert opened.selected() == [7, 307, 607]
     assert opened.page.locator("#per-class .class").first.inner_text().split("\n")[0] == "class 7"
     assert opened.complaints == []
     opened.context.close()
@@ -497,6 +541,8 @@ def test_probes_stand_beside_their_floors(page: Opened) -> None:
     assert [line[0] for line in lines] == ["CurvSSL", "Barlow Twins", "raw pixels", "random encoder"]
     assert lines[0][1] == "97.8 ± 0.2"
     assert lines[2][3] == "95.1"
+    assert lines[0][4:] == ["90.0", "60.5"]  # retrieval
+    assert lines[3][4:] == ["–", "–"]
 
 
 def test_seeds_of_a_method_become_a_mean_with_a_band(browser: Any, grid: RunData, tmp_path: Path) -> None:
@@ -517,12 +563,95 @@ def test_seeds_of_a_method_become_a_mean_with_a_band(browser: Any, grid: RunData
         "invariance",
         "curvature",
         "effective rank of z",
-        "RankMe of h, directions in use",
+        "RankMe of h",
         "learning rate",
-        "wall time of an epoch, s",
+        "wall time of an epoch",
     ):
         assert title in titles
     opened.context.close()
+
+
+def test_a_chart_has_a_log_axis_where_a_linear_one_would_flatten_a_curve(page: Opened, grid: RunData) -> None:
+    flattened = {
+        "[[1000, 990, 960, 900], [40, 20, 12, 10]]": True,  # two scales
+        "[[900, 40, 30, 25, 22, 20, 19, 18.5, 18, 17.8, 17.6, 17.5]]": True,  # one bad start
+        "[[40, 30, 20, 10], [38, 25, 15, 9]]": False,
+        "[[2, 1.9, 1.5, 1, 0.5, 0.1, 0.001]]": False,  # a learning rate
+        "[[-5, 1000], [0, 1]]": False,
+    }
+    for lines, expected in flattened.items():
+        assert page.page.evaluate(f"flattened({lines})") == expected, lines
+    loss = page.page.locator("#curves figure").first
+    assert "log" not in loss.locator("svg").text_content()
+    page.page.select_option("#axis", "log")
+    assert "loss, log axis" in loss.locator("svg").text_content()
+    path = loss.locator(".curve").first.get_attribute("points")
+    height = np.array([float(point.split(",")[1]) for point in path.split()])
+    logs = np.log([row["loss"] for row in grid.metrics])
+    np.testing.assert_allclose(height, np.polyval(np.polyfit(logs, height, 1), logs), atol=0.1)
+    page.page.select_option("#axis", "fitting")
+
+
+def test_curves_are_smoothed_over_epochs_and_never_drawn_beyond_what_they_can_be(page: Opened) -> None:
+    noisy = "{x: [1, 2, 3, 4, 9], mean: [1, 5, 3, 7, 100]}"
+    assert page.page.evaluate(f"smoothed({noisy}, 3)") == [3, 3, 5, 5, 100]
+    page.page.select_option("#smooth", "3")
+    assert page.page.locator("#curves figure").first.locator(".faint").count() == 2  # what was measured stays in sight
+    page.page.select_option("#smooth", "1")
+    low, high = page.page.evaluate("rangeOf('rho', 0.97, 0.98)")
+    assert (low, high) == (pytest.approx(0.875, abs=0.01), 1)
+    assert page.page.evaluate("rangeOf('knn', 99, 99.5)")[1] == 100
+    low, high = page.page.evaluate("rangeOf('loss', 5, 5)")
+    assert low < 4 < 6 < high
+
+
+def test_a_drag_across_a_chart_zooms_all_of_them_and_a_click_enlarges_one(page: Opened) -> None:
+    chart = page.page.locator("#curves figure").first.locator("svg")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    at = [box["x"] + box["width"] * share for share in (0.4, 0.8)]
+    page.page.mouse.move(at[0], box["y"] + 60)
+    page.page.mouse.down()
+    page.page.mouse.move(at[1], box["y"] + 60, steps=3)
+    page.page.mouse.up()
+    first, last = (int(page.page.input_value(f"#{end}-epoch")) for end in ("from", "to"))
+    assert 1 < first < last < 20
+    for key in ("loss", "lr"):
+        path = page.page.locator(f"[data-key={key}] .curve").first.get_attribute("points")
+        assert len(path.split()) == last - first + 1
+    page.page.fill("#to-epoch", str(first + 1))
+    page.page.press("#to-epoch", "Enter")
+    path = page.page.locator("[data-key=lr] .curve").first.get_attribute("points")
+    assert len(path.split()) == 2
+    page.page.click("#all-epochs")
+    assert page.page.input_value("#to-epoch") == "20"
+    page.page.click("[data-key=rho] svg")
+    assert page.page.locator("dialog[open] [data-key=rho] svg").bounding_box()["width"] > 2 * box["width"]
+    page.page.keyboard.press("Escape")
+    assert not page.page.is_visible("dialog")
+    page.page.click("[data-key=rho] .larger")
+    page.page.click("#enlarged-close")
+    assert not page.page.is_visible("dialog")
+
+
+# ---- the words
+
+
+def test_every_term_is_explained_by_pointing_focus_and_to_screen_readers(page: Opened) -> None:
+    page.point_at(17)
+    words = page.page.evaluate(
+        """[...document.querySelectorAll(".term")].map((one) =>
+           [one.dataset.term, document.getElementById(one.getAttribute("aria-describedby"))?.textContent ?? ""])"""
+    )
+    assert {"rho", "effective_rank", "agreement", "outlier", "curvature", "knn", "loss"} <= {name for name, _ in words}
+    assert all(len(text) > 30 for _, text in words)
+    assert not page.page.is_visible("#explain")
+    for act in ("hover", "focus"):
+        getattr(page.page, act)("#summary [data-term=rho]")
+        assert page.page.inner_text("#explain") == dict(words)["rho"]
+        page.page.mouse.move(2, 400)
+        page.page.keyboard.press("Escape")
+        assert not page.page.is_visible("#explain")
 
 
 # ---- the geometry and the provenance
@@ -596,9 +725,14 @@ def test_runs_on_different_images_do_not_link(browser: Any, grid: RunData, tmp_p
     opened.point_at(4)
     assert opened.page.evaluate("choices.map((choice) => choice.hover)") == [4, -1]
     opened.point_at(11, view="maps[1]")
-    shown = opened.rows_of("#inspector .chosen canvas")[0]
+    shown = opened.rows_of("#chosen .chosen canvas")[0]
     assert opened.page.evaluate("choices[1].hover") == shown
-    assert opened.page.inner_text("#inspector h3") in "abcdefghij"
+    assert opened.page.inner_text("#chosen h3") in "abcdefghij"
+    # Each set has its own legend, whichever was used last.
+    assert opened.page.locator("#legend [data-split='1']").all_inner_texts() == list("abcdefghij")
+    assert opened.page.locator("#legend [data-split='0']").all_inner_texts() == list("0123456789")
+    opened.page.click("#legend [data-split='1'] >> nth=0")
+    assert opened.page.evaluate("choices.map((choice) => [...choice.hidden])") == [[], [0]]
     assert opened.complaints == []
     opened.context.close()
 
@@ -633,27 +767,30 @@ def test_a_run_that_broke_off_has_gaps_not_errors(browser: Any, tmp_path: Path) 
     opened.context.close()
 
 
-@pytest.mark.parametrize("shape", [(3, 40, 48), (1, 28, 28), (4, 16, 16), (3, 100, 70)])
-def test_thumbnails_of_any_shape_show_the_middle_of_the_image(
-    browser: Any, tmp_path: Path, shape: tuple[int, int, int]
-) -> None:
-    height, width = shape[1:]
-    images = np.zeros((30, *shape), np.uint8)
-    images[:, :, height // 2, :] = 250  # a cross through the middle
-    images[:, :, :, width // 2] = 250
-    images[:, :, : (height - min(height, width)) // 2 or None, 0] = 90
-    of = Pictured("crosses", images, ("one",), np.zeros(30, np.int64))
-    made = dataclasses.replace(run("curvssl", None), pictured=of, points=points(pictured(30), seed=0))
-    assert made.points is not None
-    made = dataclasses.replace(made, points=dataclasses.replace(made.points, predicted=None, confidence=None))
-    opened = single(browser, [made], tmp_path)
-    opened.point_at(3)
-    shown = opened.thumbnail("#tip canvas")[..., 0].astype(int)
-    side = len(shown)
-    assert side == min(height, width, 64)
-    assert shown[side // 2].mean() > 100
-    assert shown[:, side // 2].mean() > 100
-    assert np.median(shown) < 60
+def test_thumbnails_of_any_shape_show_the_middle_of_the_image(browser: Any, tmp_path: Path) -> None:
+    shapes = [(3, 40, 48), (1, 28, 28), (4, 16, 16), (3, 100, 70)]
+    runs = []
+    for shape in shapes:
+        height, width = shape[1:]
+        images = np.zeros((30, *shape), np.uint8)
+        images[:, :, height // 2, :] = 250  # a cross through the middle
+        images[:, :, :, width // 2] = 250
+        images[:, :, : (height - min(height, width)) // 2 or None, 0] = 90
+        of = Pictured("crosses", images, ("one",), np.zeros(30, np.int64))
+        made = points(pictured(30), seed=0)
+        made = dataclasses.replace(made, predicted=None, confidence=None)
+        runs.append(dataclasses.replace(run("curvssl", None), name=str(shape), points=made, pictured=of))
+    opened = single(browser, runs, tmp_path)
+    for which, (_, height, width) in enumerate(shapes):
+        if which > 1:
+            opened.page.select_option("#pickers select >> nth=1", str(which))
+        opened.point_at(3, view=f"maps[{min(which, 1)}]")
+        shown = opened.thumbnail("#tip canvas")[..., 0].astype(int)
+        side = len(shown)
+        assert side == min(height, width, 64)
+        assert shown[side // 2].mean() > 100
+        assert shown[:, side // 2].mean() > 100
+        assert np.median(shown) < 60
     opened.context.close()
 
 
@@ -701,16 +838,6 @@ def test_methods_that_see_the_same_share_a_table_and_seeds_show_their_first() ->
         assert image.getpixel((16, 32)) == (30, 30, 30)
 
 
-def test_a_split_too_large_for_a_map_is_thinned_always_alike() -> None:
-    from curvssl.report.collect import LIMIT, chosen
-
-    rows = chosen(LIMIT + 5000)
-    assert len(rows.unique()) == LIMIT
-    assert rows.equal(chosen(LIMIT + 5000))
-    assert bool((rows.diff() > 0).all())
-    assert chosen(360).tolist() == list(range(360))
-
-
 def test_edges_agree_with_the_double_loop() -> None:
     import torch
 
@@ -749,16 +876,17 @@ def test_a_run_directory_becomes_a_page(browser: Any, tmp_path: Path) -> None:
 
     from curvssl.config import demo
     from curvssl.data.named import load
+    from curvssl.data.order import permutation
     from curvssl.data.views import Augment
     from curvssl.evaluate import maps
     from curvssl.evaluate.runs import probe
-    from curvssl.geometry import curvature
+    from curvssl.geometry import kernel_curvature
     from curvssl.report.collect import collect, report
     from curvssl.report.seen import first_step
     from curvssl.train.loop import pretrain
 
     views: Any = {"local_views": 3, "local_size": 8, "alpha_chord": 1.0, "holdout": 0.5}
-    config = dataclasses.replace(demo(), epochs=1, warmup_epochs=0, **views)
+    config = dataclasses.replace(demo(), method="kernel-curvssl", epochs=1, warmup_epochs=0, **views)
     made = pretrain(config, out=tmp_path / "run", progress=False)
     probe(made, seeds=(0,), floors=False)
     maps.save(torch.rand(360, 2, generator=torch.Generator().manual_seed(0)), made, "map-h-test.npz")
@@ -769,14 +897,21 @@ def test_a_run_directory_becomes_a_page(browser: Any, tmp_path: Path) -> None:
 
     data = load("digits")
     assert found.points is not None
+    # ρ is that of the training chart: the curvature of the run's own loss, among the images of a random batch.
     config, net, generator = made.config, made.load_net(), torch.Generator().manual_seed(0)
     augment = Augment(size=config.image_size, mean=data.mean, std=data.std, **vars(config.augment))
-    with torch.inference_mode():
+    order, size = permutation(360, seed=0, number=0), config.batch_size
+    assert 360 % size
+    expected = np.zeros((2, 360))
+    for start in range(0, 360, size):
+        rows = order[start : start + size] if start + size <= 360 else order[-size:]
+        u = torch.rand(2, size, augment.draws, generator=generator)
         for view in range(2):
-            z = net.projector(
-                net.encoder(augment(data.test.images.pixels, torch.rand(360, augment.draws, generator=generator)))
-            )
-            np.testing.assert_allclose(found.points.curvature[view], curvature(z, k=config.k), atol=1e-3)
+            with torch.inference_mode():
+                z = net.projector(net.encoder(augment(data.test.images.pixels[rows], u[view])))
+            expected[view, rows] = kernel_curvature(z, k=config.k, kernel=config.kernel, gamma=config.gamma)
+    np.testing.assert_allclose(found.points.curvature, expected, atol=1e-3)
+    assert found.points.kind == "Eq. (10), rbf kernel, k = 10"
     predicted = found.points.predicted
     assert predicted is not None
     assert data.test.labels is not None
@@ -784,8 +919,12 @@ def test_a_run_directory_becomes_a_page(browser: Any, tmp_path: Path) -> None:
     assert accuracy == pytest.approx(found.probes["linear"]["accuracy"][0])
 
     opened = Opened(browser, page)
+    rho = f"{np.corrcoef(found.points.curvature)[0, 1]:.3f}"
+    assert opened.page.inner_text("#summary tbody").split("\t")[3] == rho
+    assert opened.page.inner_text("#scatters h4") == f"ρ = {rho}"
+    assert found.points.kind in opened.page.inner_text("#scatters")
     opened.point_at(100)
-    shown = opened.rows_of("#inspector .chosen canvas")[0]
+    shown = opened.rows_of("#chosen .chosen canvas")[0]
     np.testing.assert_array_equal(opened.thumbnail("#tip canvas")[..., 0], data.test.images.pixels[shown, 0].numpy())
     heads = opened.page.locator("#views th").all_inner_texts()
     local = [f"local {i}\n8×8" for i in (1, 2, 3)]
@@ -814,36 +953,64 @@ def test_a_folder_with_a_broken_file_becomes_a_page_of_the_others(browser: Any, 
     from curvssl.report.collect import collect
     from curvssl.train.loop import pretrain
 
-    (tmp_path / "images").mkdir()
-    for i, pixels in enumerate(pictured(400).images[:, 0]):
-        Image.fromarray(pixels).resize((40, 30)).save(tmp_path / "images" / f"{i:03}.png")
+    (tmp_path / "images" / "a" / "b").mkdir(parents=True)
+    for i, pixels in enumerate(pictured(200).images[:, 0]):
+        folder = "a/b" if i % 2 else "."
+        Image.fromarray(pixels).resize((40, 30)).save(tmp_path / "images" / folder / f"{i:03}.png")
     settings: Any = {"dataset": f"folder:{tmp_path / 'images'}", "batch_size": 32, "k": 5}
     config = dataclasses.replace(demo(), epochs=1, warmup_epochs=0, **settings)
-    tests = load(config.dataset, size=config.image_size).test.images
-    assert isinstance(tests, FolderImages)
-    Path(tests.path(int(tests.rows[3]))).write_bytes(b"no image")
+    held = load(config.dataset, size=config.image_size).test.images
+    assert isinstance(held, FolderImages)
+    broken = int(held.rows[3])
+    Path(held.path(broken)).write_bytes(b"no image")
     made = pretrain(config, out=tmp_path / "run", progress=False)
-    kept = torch.tensor([i for i in range(len(tests)) if i != 3])
+    kept = torch.tensor([i for i in range(200) if i != broken])  # of the whole folder, not of the held-out tenth alone
     xy = torch.rand(len(kept), 2, generator=torch.Generator().manual_seed(0))
-    maps.save(xy, made, "map-h-test.npz", index=kept)
+    maps.save(xy, made, "map-h-all.npz", index=kept)
 
     found = collect(made)
     assert found.pictured is not None
     assert found.pictured.index is not None
     assert found.pictured.index.tolist() == kept.tolist()
-    opened = single(browser, [found], tmp_path)
-    opened.page.fill("#search-index", "4")
-    opened.page.press("#search-index", "Enter")
-    opened.frame()
-    shown = opened.thumbnail("#inspector .chosen canvas")[..., 0].astype(float)
-    with Image.open(tests.path(int(tests.rows[4]))) as image:
+    assert list(found.pictured.files) == [held.files[i] for i in kept]
+    assert found.findings is not None
+    assert found.findings["unreadable"] == [{"name": held.files[broken]}]
+    named = {row: {"row": -1, "name": held.files[row]} for row in range(200)}
+    inspected = {
+        "near_duplicates": {"groups": [[named[0], named[1], named[2]], [named[broken], named[5]]]},
+        "outliers": {"fence": 2.5, "beyond": 1, "ranked": [named[150] | {"score": 4.5}]},
+        "typical": [named[199] | {"stands_for": 120}, named[7] | {"stands_for": 79}],
+        "unreadable": [{"name": held.files[broken], "error": "no image"}],
+    }
+    made.keep_json("inspect.json", inspected, by="curvssl inspect RUN")
+    opened = single(browser, [collect(made)], tmp_path)
+    name = held.files[150]
+    opened.search(name)
+    assert len(opened.selected()) == 1
+    shown = opened.thumbnail("#chosen .chosen canvas")[..., 0].astype(float)
+    with Image.open(held.path(150)) as image:
         source = np.asarray(image.crop((5, 0, 35, 30)).resize(shown.shape), dtype=float)
     assert np.corrcoef(shown.ravel(), source.ravel())[0, 1] > 0.97
+
+    # What `curvssl inspect` found; the group whose second image cannot be read is no group.
+    numbers = [found.pictured.index[row] for row in opened.rows_of("#findings canvas")]
+    assert numbers == [0, 1, 2, 150, 199, 7]
+    text = opened.page.inner_text("#findings")
+    for part in (
+        "1 group of",
+        f"4.50 · {Path(name).name}",
+        "begin at 2.50",
+        "120 · ",
+        f"{held.files[broken]} no image",
+    ):
+        assert part in text
+    opened.page.click("#findings button >> text=Show all 3")
+    assert opened.page.inner_text("#selection h3") == "3 images selected"
     assert "no labels" in opened.page.inner_text("#probes")
     opened.context.close()
 
 
-def test_the_card_of_a_run_that_did_not_learn_says_so(browser: Any, grid: RunData, tmp_path: Path) -> None:
+def test_the_line_of_a_run_that_did_not_learn_says_so(browser: Any, grid: RunData, tmp_path: Path) -> None:
     """With the stored curves of two published runs: one in the trap, one that learned."""
     results = Path(__file__).parents[2] / "results"
     runs = []
@@ -851,7 +1018,63 @@ def test_the_card_of_a_run_that_did_not_learn_says_so(browser: Any, grid: RunDat
         cell = json.loads((results / study / "cifar10-barlow-twins-seed0.json").read_text())
         runs.append(dataclasses.replace(grid, name=study, config=cell["config"], metrics=cell["curves"]))
     opened = single(browser, runs, tmp_path)
-    cards = [card.inner_text() for card in opened.page.locator("article.stat").all()]
-    assert len(cards) == 2
-    assert "Does not learn: the two views of an image hardly agree" in cards[0]
-    assert "Does not learn" not in cards[1]
+    lines = opened.page.locator("#summary tbody tr").all_inner_texts()
+    assert [line.split("\t")[0] for line in (lines[0], lines[2])] == ["literal", "faithful"]
+    assert "Does not learn: the two views of an image hardly agree" in lines[1]
+    assert len(lines) == 3
+    opened.context.close()
+
+
+def test_of_a_labelled_folder_only_held_out_images_are_judged(tmp_path: Path) -> None:
+    import torch
+
+    from curvssl.config import demo
+    from curvssl.data.folders import array
+    from curvssl.evaluate.features import Features, save
+    from curvssl.evaluate.runs import features_of, images_of
+    from curvssl.report.collect import judged
+    from curvssl.rundir import Run
+
+    of = pictured(40)
+    np.savez(tmp_path / "own.npz", images=of.images, labels=of.labels)
+    data = array(str(tmp_path / "own.npz"), size=8)
+    made = Run.create(tmp_path / "run", dataclasses.replace(demo(), dataset=data.name))
+    index = torch.tensor([0, 1, 3])  # the third test image has no features
+    for split, rows in (("train", data.train.images.rows), ("test", data.test.images.rows[index])):
+        kept = Features(h=rows[:, None].float(), y=getattr(data, split).labels[: len(rows)])
+        save(dataclasses.replace(kept, index=index if split == "test" else None), made.path / f"features-{split}.npz")
+    features = features_of(made, data, "all")
+    assert features.index is not None
+    assert len(features.index) == 39
+    assert features.h[:, 0].tolist() == features.index.tolist() == sorted(features.index.tolist())
+    np.testing.assert_array_equal(next(images_of(data, "all").split(40)).numpy(), of.images)
+
+    answers = {"linear_predictions": np.array([5, 6, 7]), "linear_confidence": np.array([0.5, 0.6, 0.7])}
+    np.savez(made.path / "predictions-test.npz", **answers)
+    made_of = judged(made, data, "all", features.index)
+    for row, number in enumerate(features.index.tolist()):
+        place = data.test.images.rows[index].tolist()
+        expected = (5 + place.index(number), 0.5 + 0.1 * place.index(number)) if number in place else (-1, 0)
+        assert (made_of["predicted"][row], pytest.approx(made_of["confidence"][row])) == expected
+
+
+def test_images_that_were_not_judged_are_in_no_count(browser: Any, grid: RunData, tmp_path: Path) -> None:
+    from sklearn.metrics import confusion_matrix
+
+    assert grid.points is not None
+    assert grid.pictured is not None
+    assert grid.pictured.labels is not None
+    predicted = np.where(np.arange(60) < 30, grid.points.predicted, -1)
+    made = dataclasses.replace(grid, points=dataclasses.replace(grid.points, predicted=predicted))
+    opened = single(browser, [made], tmp_path)
+    cells = opened.page.locator("#confusions td").all_inner_texts()
+    expected = confusion_matrix(grid.pictured.labels[:30], predicted[:30], labels=range(10))
+    np.testing.assert_array_equal(np.array([int(cell or 0) for cell in cells]).reshape(10, 10), expected)
+    opened.page.select_option("#colour", "predicted")
+    opened.frame()
+    assert opened.colour(45)[:3] == (184, 188, 196)
+    opened.point_at(45)
+    assert "not asked" in opened.page.inner_text("#chosen .facts")
+    assert max(opened.rows_of("#mistakes canvas"), default=0) < 30
+    assert opened.complaints == []
+    opened.context.close()
