@@ -148,7 +148,7 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
 
     def _rows(self, X: Any, **checks: Any) -> NDArray[np.float64]:
         """X as an array that torch takes, which knows no negative strides, as of X[::-1]."""
-        if X is None or isinstance(X, str | dict):
+        if X is None or type(X) in (str, dict):  # scipy's sparse dictionary is a dict too, and validate_data names it
             raise ValueError(f"X is of type {type(X).__name__}: needed an array of numbers, (n_samples, n_features)")
         return np.ascontiguousarray(validate_data(self, X, dtype=np.float64, **checks))
 

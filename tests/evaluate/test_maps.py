@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from pipeline import one_thread
+from pipeline import TINY, one_thread
 from torch import Tensor
 
 from curvssl.config import UserError
 from curvssl.evaluate.maps import COLOURS, draw, map_quality, save, umap
+from curvssl.rundir import Run
 
 
 def clusters(n: int = 90) -> tuple[Tensor, Tensor]:
@@ -101,12 +102,12 @@ def test_labels_and_values_together_are_refused(tmp_path: Path):
 
 
 def test_a_saved_map_holds_the_points_and_which_images_they_are(tmp_path: Path):
-    xy = torch.randn(6, 2)
-    save(xy, tmp_path / "map.npz", index=torch.tensor([5, 4, 3, 2, 1, 0]))
+    xy, run = torch.randn(6, 2), Run.create(tmp_path, TINY)
+    save(xy, run, "map.npz", index=torch.tensor([5, 4, 3, 2, 1, 0]))
     with np.load(tmp_path / "map.npz") as file:
         np.testing.assert_array_equal(file["xy"], xy.numpy())
         np.testing.assert_array_equal(file["index"], [5, 4, 3, 2, 1, 0])
-    save(xy, tmp_path / "map.npz")
+    save(xy, run, "map.npz")
     with np.load(tmp_path / "map.npz") as file:
         np.testing.assert_array_equal(file["index"], np.arange(6))
 

@@ -542,7 +542,7 @@ def test_probes_stand_beside_their_floors(page: Opened) -> None:
     assert lines[0][1] == "97.8 ± 0.2"
     assert lines[2][3] == "95.1"
     assert lines[0][4:] == ["90.0", "60.5"]  # retrieval
-    assert lines[3][4:] == ["–", "–"]
+    assert lines[3][4:] == ["95.2", "50.0"]
 
 
 def test_seeds_of_a_method_become_a_mean_with_a_band(browser: Any, grid: RunData, tmp_path: Path) -> None:
@@ -1042,7 +1042,7 @@ def test_of_a_labelled_folder_only_held_out_images_are_judged(tmp_path: Path) ->
     index = torch.tensor([0, 1, 3])  # the third test image has no features
     for split, rows in (("train", data.train.images.rows), ("test", data.test.images.rows[index])):
         kept = Features(h=rows[:, None].float(), y=getattr(data, split).labels[: len(rows)])
-        save(dataclasses.replace(kept, index=index if split == "test" else None), made.path / f"features-{split}.npz")
+        save(dataclasses.replace(kept, index=index if split == "test" else None), made, f"features-{split}.npz")
     features = features_of(made, data, "all")
     assert features.index is not None
     assert len(features.index) == 39
@@ -1050,8 +1050,7 @@ def test_of_a_labelled_folder_only_held_out_images_are_judged(tmp_path: Path) ->
     np.testing.assert_array_equal(next(images_of(data, "all").split(40)).numpy(), of.images)
 
     answers = {"linear_predictions": np.array([5, 6, 7]), "linear_confidence": np.array([0.5, 0.6, 0.7])}
-    np.savez(made.path / "predictions-test.npz", **answers)
-    made_of = judged(made, data, "all", features.index)
+    made_of = judged(made, data, "all", features.index, answers)
     for row, number in enumerate(features.index.tolist()):
         place = data.test.images.rows[index].tolist()
         expected = (5 + place.index(number), 0.5 + 0.1 * place.index(number)) if number in place else (-1, 0)
