@@ -183,7 +183,9 @@ COMMANDS: dict[str, tuple[list[str], Callable[[Path, Outcome], str]]] = {
     "begin": ([*PRETRAIN, "--out", "new"], trained("new")),
     "probe": (["probe", "run", "--seeds", "1", "--no-floors"], made("run/probes.json", "run/predictions-test.npz")),
     "quality": (["quality", "run"], made("run/quality.json")),
-    "map": (["map", "run"], made("run/map-h-test.npz")),
+    "map": (["map", "run"], made("run/map-h-all.npz")),
+    "inspect": (["inspect", "run"], made("run/inspect.json")),
+    "export": (["export", "run", "--to", "hub-folder", "--out", "hub"], made("hub/encoder.safetensors")),
     "compare": (["compare", "run"], said),
     "embed": (["embed", "run", "images", "--out", "e.npz"], made("e.npz")),
     "embed a pack": (["embed", "run", "images.npy", "--out", "e.npz"], made("e.npz")),
@@ -196,7 +198,7 @@ COMMANDS: dict[str, tuple[list[str], Callable[[Path, Outcome], str]]] = {
     "reproduce": (["reproduce", "--study", "tiny"], made("results/tiny/tiny-vicreg-seed0.json")),
     "data": (["data", "tiny"], said),
 }
-EVALUATE = ("probe", "quality", "map", "embed", "report")
+EVALUATE = ("probe", "quality", "map", "inspect", "export", "embed", "report")
 READERS: dict[str, tuple[str, ...]] = {  # which commands read which file
     "run/config.json": ("pretrain", "compare", "verify", *EVALUATE),
     "run/data.json": ("pretrain", "verify", *EVALUATE),
@@ -208,10 +210,11 @@ READERS: dict[str, tuple[str, ...]] = {  # which commands read which file
     "run/features-train.npz": ("probe", "verify"),
     "run/features-test.npz": ("probe", "map", "report", "verify"),
     "run/predictions-test.npz": ("compare", "report", "verify"),
-    "run/probes.json": ("compare", "report", "verify"),
-    "run/quality.json": ("quality", "verify"),
-    "run/map-h-test.npz": ("report", "verify"),
-    "run/views-test.npz": ("report", "verify"),
+    "run/probes.json": ("compare", "export", "report", "verify"),
+    "run/quality.json": ("quality", "export", "verify"),
+    "run/inspect.json": ("report", "verify"),
+    "run/map-h-all.npz": ("report", "verify"),
+    "run/views.npz": ("report", "verify"),
     "stopped/config.json": ("resume",),
     "stopped/data.json": ("resume",),
     "stopped/manifest.json": ("resume",),
@@ -273,6 +276,7 @@ def build(world: Path, *, short: bool) -> None:
         done("probe", name)
         done("quality", name)
         done("map", name)
+        done("inspect", name)
         done("report", name, "--out", f"{name}.html")
     if not short:
         done(*COMMANDS["reproduce"][0])
@@ -383,7 +387,7 @@ def corrupt(world: Path, expected: dict[str, str], *, cases: int, draw: random.R
 KILLED = ("begin", "two ranks", "probe", "pack", "report", "reproduce", "data")
 BEFORE: dict[str, tuple[str, ...]] = {  # what is not there yet when the killed command begins
     "probe": ("run/features-train.npz", "run/features-test.npz", "run/probes.json", "run/predictions-test.npz"),
-    "report": ("run/features-test.npz", "run/views-test.npz", "run/probes.json", "run/predictions-test.npz"),
+    "report": ("run/features-test.npz", "run/views.npz", "run/probes.json", "run/predictions-test.npz"),
     "reproduce": ("results", "runs"),
     "data": ("cache",),
 }
