@@ -283,7 +283,8 @@ def build(world: Path, *, short: bool) -> None:
     for file in (*world.glob("other/checkpoint-*.pt"), *world.glob("runs/**/checkpoint-*.pt")):
         file.unlink()  # they are not needed, and each case copies the world
     pid = start([*PRETRAIN, "--out", "stopped"], world=world)
-    while len(list((world / "stopped").glob("checkpoint-*.pt"))) < 2 or not (world / "stopped/metrics.jsonl").exists():
+    rows = world / "stopped/metrics.jsonl"
+    while len(list(rows.parent.glob("checkpoint-*.pt"))) < 2 or not rows.exists() or not rows.stat().st_size:
         time.sleep(0.002)
     os.kill(pid, signal.SIGKILL)
     wait(pid, world=world)
