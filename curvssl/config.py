@@ -94,7 +94,7 @@ class PretrainConfig(LossSettings):
     dataset: str = "digits"  # a named set (curvssl data lists them), folder:PATH or array:FILE
     seed: int = 0  # on CPU the same seed and number of threads give the same weights to the last bit
     epochs: int = 100  # passes over the training images
-    batch_size: int = 256  # the global batch, over all devices; neighbours are sought inside it
+    batch_size: int = 256  # the global batch, over all devices; neighbours are sought inside it; 0: suits the images
     image_size: int = 32  # the views are this many pixels wide and high
     holdout: float = 0.1  # share of the training images kept out of pretraining, for the kNN monitor
     monitor_every: int = 5  # epochs between two runs of the monitor: kNN, and measures without labels; 0 never
@@ -135,14 +135,14 @@ class PretrainConfig(LossSettings):
         for name, known in CHOICES.items():
             if getattr(self, name) not in (*known, OWN if name == "method" else None):
                 raise unknown(name, getattr(self, name), known)
-        for name in ("epochs", "batch_size", "image_size", "local_size", "projector_width", "projector_depth", "d_z"):
+        for name in ("epochs", "image_size", "local_size", "projector_width", "projector_depth", "d_z"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} needs to be 1 or more")
         for name in ("lr", "eps"):
             if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
                 raise UserError(f"{name}={getattr(self, name)} needs to be a positive number")
         weights = [name for name, setting in SETTINGS.items() if isinstance(setting.default, float)]
-        counts = ("local_views", "monitor_every", "checkpoint_seconds", "seed")
+        counts = ("batch_size", "local_views", "monitor_every", "checkpoint_seconds", "seed")
         for name in (*weights, "alpha_chord", "alpha_turn", "weight_decay", "warmup_epochs", *counts):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise UserError(f"{name}={getattr(self, name)} needs to be 0 or more")
@@ -150,7 +150,7 @@ class PretrainConfig(LossSettings):
         _within("holdout", self.holdout, 0, 0.5)
         if self.k < 2:
             raise UserError(f"k={self.k} has no pair of neighbours: use 2 or more")
-        if self.batch_size <= self.k:
+        if 0 < self.batch_size <= self.k:
             raise UserError(f"batch_size={self.batch_size} needs more than k={self.k}: lower k or raise batch_size")
         if self.alpha_chord and self.batch_size % 2:
             raise UserError(f"batch_size={self.batch_size} has no pairs to blend for alpha_chord: use an even number")
@@ -165,6 +165,13 @@ class PretrainConfig(LossSettings):
         for name, setting in SETTINGS.items():
             if isinstance(setting.default, str) and getattr(self, name) != setting.default:
                 _accepted(name, getattr(self, name))
+
+    def suited(self, *, images: int) -> "PretrainConfig":
+        """The same, but a batch size of 0 is replaced by a power of two with which an epoch has 8 steps or more: with
+        fewer, a small folder hardly moves the weights. At most 256, and at least 16, because k = 10 needs more than 10.
+        """
+        size = 2 ** int(math.log2(max(1, images / 8)))
+        return self if self.batch_size else dataclasses.replace(self, batch_size=min(256, max(16, size)))
 
     def loss_settings(self) -> dict[str, Any]:
         """What the run's own method is told."""
@@ -248,6 +255,20 @@ def _within(name: str, value: float, low: float, high: float) -> None:
         raise UserError(f"{name}={value} needs to be between {low} and {high}")
 
 
+def default() -> PretrainConfig:
+    """What `curvssl pretrain` takes without a preset, for any images: the usual settings of Barlow Twins. The paper's
+    own, λ_emb = 1 at a constant rate from the first step on, end in a trap on most images (docs/reproduction.md)."""
+    return PretrainConfig(
+        batch_size=0,
+        projector_width=2048,
+        projector_depth=3,
+        d_z=1024,
+        lambda_emb=0.0051,  # Barlow Twins' own: with 1 the off-diagonal drowns the diagonal
+        warmup_epochs=10,
+        schedule="cosine",
+    )
+
+
 def demo() -> PretrainConfig:
     """scikit-learn's digits in about half a minute a method on two cores."""
     return PretrainConfig(
@@ -324,6 +345,7 @@ def paper_cifar10() -> PretrainConfig:
 
 
 PRESETS: dict[str, Callable[[], PretrainConfig]] = {
+    "default": default,
     "demo": demo,
     "paper-mnist": paper_mnist,
     "paper-cifar10": paper_cifar10,

@@ -73,7 +73,7 @@ class Run:
         path = Path(path)
         new = cls(path, config)
         # A run that stopped before it learned anything, perhaps because of a mistyped name, is replaced.
-        if not any(os.path.lexists(path / name) for name in (*WEIGHTS, "metrics.jsonl")) and not new.checkpoints():
+        if not new.begun:
             new.keep_json("config.json", config.to_dict(), of=(), by=AGAIN)
         elif new.manifest.exists:
             new.settled("config.json", config.to_dict())
@@ -83,6 +83,12 @@ class Run:
         if changed := differences(run.config, config):
             raise UserError(f"{path} holds a run with other settings ({changed}): use another --out")
         return new
+
+    @property
+    def begun(self) -> bool:
+        """Whether something was learned."""
+        there = any(os.path.lexists(self.path / name) for name in (*WEIGHTS, "metrics.jsonl"))
+        return there or bool(self.checkpoints())
 
     # ---- files ----
 

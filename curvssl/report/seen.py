@@ -10,12 +10,12 @@ from torch import Tensor
 
 from curvssl.config import PretrainConfig, UserError
 from curvssl.data.named import Dataset
-from curvssl.data.order import batches, hold_out, mix
+from curvssl.data.order import batches, mix
 from curvssl.data.views import Views
 from curvssl.evaluate import maps
 from curvssl.losses import GLOBAL
 from curvssl.report.page import Columns, fitted, size_of
-from curvssl.train.loop import make_views
+from curvssl.train.loop import chosen, make_views
 
 CELLS = 160, 256  # pixels of a view in the picture: at least and at most
 GAP, HEAD, MARGIN = 10, 78, 30  # pixels between cells, above them, and around all
@@ -26,16 +26,15 @@ LETTER = 17  # pixels of a letter in the title
 def first_step(config: PretrainConfig, data: Dataset, *, images: int = 8) -> Columns:
     """The first images of a run's first step, and all views of them. On a CPU the run sees these very pixels; on CUDA
     it sees the same images, and views that were drawn from other random numbers."""
-    views = make_views(config, data)
-    n, everything = len(data.train.images), data.pretraining
-    fit = hold_out(n, share=config.holdout, seed=config.seed, unlabelled=len(everything) - n).fit
+    views, fit = make_views(config, data), chosen(config, data).fit
+    config = config.suited(images=len(fit))
     pairs = 1 + views.blends  # whoever is blended needs a partner, whether it is shown or not
     most = min(len(fit), config.batch_size) // pairs * pairs
     b = min(-(-images // pairs) * pairs, most)
     if b < 1:
         raise UserError(f"{data.name} has {len(fit)} images to pretrain on: a blend needs two")
     order = next(batches(len(fit), size=b, seed=config.seed, first=0, last=1, device=torch.device("cpu")))
-    (pixels,) = everything.batches([fit[order]], workers=0)
+    (pixels,) = data.pretraining.batches([fit[order]], workers=0)
     numbers = torch.Generator().manual_seed(mix(config.seed, 0))
     u = [part[:, :b] for part in views.draw(config.batch_size, generator=numbers)]
     return {name: column[:images] for name, column in columns(views, pixels, u).items()}

@@ -27,7 +27,7 @@ from curvssl.data import memory
 from curvssl.data.folders import bad_lines
 from curvssl.data.images import TensorImages
 from curvssl.data.named import Dataset, changed_since, check_on_ranks, describe, load_on_ranks
-from curvssl.data.order import batches, hold_out, mix
+from curvssl.data.order import Rows, batches, hold_out, mix
 from curvssl.data.own import own_images
 from curvssl.data.views import Augment, Views
 from curvssl.files import lock
@@ -80,16 +80,35 @@ def pretrain(
     with ranks.ranks(pick_device(config.device)) as device:
         main = ranks.is_main()
         with lock(path) if main else nullcontext():
+            data = None
+            if not config.batch_size:
+                # A run that has begun keeps its size, whatever has happened to the images.
+                size = ranks.from_main(Run.read(path).config.batch_size if main and Run(path, config).begun else None)
+                if size is None:
+                    data = _load(config, images, source=source)
+                    size = config.suited(images=len(chosen(config, data).fit)).batch_size
+                config = dataclasses.replace(config, batch_size=size)
             run = Run.create(path, config) if main else Run(path, config)
             if not ranks.from_main(run.finished):
-                if images is None:
-                    data = load_on_ranks(config.dataset, source=source, size=config.image_size)
-                else:
-                    data = own_images(images, size=config.image_size)
-                    check_on_ranks(data)
+                data = data or _load(config, images, source=source)
                 parts = copy.deepcopy(criterion), copy.deepcopy(encoder)
                 _train(run, data, *parts, device=device, progress=progress and main)
     return run
+
+
+def _load(config: PretrainConfig, images: Any, *, source: str) -> Dataset:
+    if images is None:
+        return load_on_ranks(config.dataset, source=source, size=config.image_size)
+    data = own_images(images, size=config.image_size)
+    check_on_ranks(data)
+    return data
+
+
+def chosen(config: PretrainConfig, data: Dataset) -> Rows:
+    """Which images are trained on, and which are held out."""
+    labelled = len(data.train.images)
+    unlabelled = len(data.pretraining) - labelled
+    return hold_out(labelled, share=config.holdout, seed=config.seed, unlabelled=unlabelled)
 
 
 def default_out(config: PretrainConfig) -> Path:
@@ -119,8 +138,7 @@ def _train(
             f"--batch-size {config.batch_size} is the global batch, and {world} ranks cannot share it evenly: use "
             f"{config.batch_size // world * world or world} or {(config.batch_size // world + 1) * world}"
         )
-    pool, labelled = data.pretraining, len(data.train.images)
-    rows_of = hold_out(labelled, share=config.holdout, seed=config.seed, unlabelled=len(pool) - labelled)
+    pool, rows_of = data.pretraining, chosen(config, data)
     fit = rows_of.fit
     steps_per_epoch = len(fit) // config.batch_size
     if steps_per_epoch == 0:

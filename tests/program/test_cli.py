@@ -82,8 +82,8 @@ def test_every_field_of_the_configuration_is_a_flag():
     assert parsed(*words) == PretrainConfig(**fields, augment=AugmentConfig(**views), **other_views)
 
 
-def test_without_flags_the_configuration_is_the_default():
-    assert parsed() == PretrainConfig()
+def test_without_flags_the_configuration_is_the_default_preset():
+    assert parsed() == PRESETS["default"]()
 
 
 @pytest.mark.parametrize("preset", PRESETS)

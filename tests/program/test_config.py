@@ -59,6 +59,15 @@ def test_the_defaults_are_the_papers():
     assert {name: getattr(config, name) for name in PAPER} == PAPER
 
 
+@pytest.mark.parametrize(
+    ("images", "size"), [(3, 16), (127, 16), (128, 16), (256, 32), (900, 64), (2047, 128), (2048, 256), (10**6, 256)]
+)
+def test_a_batch_size_of_0_becomes_one_with_eight_steps_an_epoch(images: int, size: int):
+    config = PRESETS["default"]().suited(images=images)
+    assert config.batch_size == size
+    assert config.suited(images=1) == config  # chosen once
+
+
 def test_a_configuration_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         demo().lr = 1.0  # type: ignore[misc]
@@ -75,7 +84,7 @@ def test_a_mistyped_choice_is_answered_with_the_nearest_one(name: str):
     ("setting", "said"),
     [
         ({"epochs": 0}, "epochs=0 needs to be 1 or more"),
-        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": -1}, "batch_size=-1 needs to be 0 or more"),
         ({"lr": 0.0}, "lr=0.0 needs to be a positive number"),
         ({"lr": math.nan}, "lr=nan"),
         ({"lr": math.inf}, "lr=inf"),

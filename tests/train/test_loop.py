@@ -284,6 +284,21 @@ def test_a_batch_that_the_images_do_not_fill_is_refused_and_stands_in_nobodys_wa
     assert pretrain(dataclasses.replace(TINY, batch_size=640, epochs=1), out=tmp_path, progress=False).finished
 
 
+def test_a_batch_size_that_the_images_chose_stays_when_the_run_goes_on(tmp_path: Path, stop_at: Callable[[int], None]):
+    open_size = dataclasses.replace(TINY, batch_size=0, epochs=2)
+    chosen = open_size.suited(images=len(train.chosen(open_size, data.load("digits")).fit))
+    assert chosen.batch_size == 64
+    pretrain(chosen, out=tmp_path / "given", progress=False)
+    stop_at(5)
+    with pytest.raises(KeyboardInterrupt):
+        pretrain(open_size, out=tmp_path / "chosen", progress=False)
+    stop_at(-1)
+    run = pretrain(open_size, out=tmp_path / "chosen", progress=False)
+    assert run.config == Run.read(tmp_path / "chosen").config == chosen
+    names = ("encoder.safetensors", "projector.safetensors")
+    assert all((run.path / name).read_bytes() == (tmp_path / "given" / name).read_bytes() for name in names)
+
+
 # ---- a loss that breaks ----
 
 
