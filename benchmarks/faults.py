@@ -313,7 +313,7 @@ def swapped(file: Path, world: Path) -> None:
     other = world / relative.replace("run/", "other/").replace("images.", "others.")
     if other == file or not other.exists():  # of a stopped run, a cell or a cache: another file of the same folder
         beside = (f for f in sorted(file.parent.iterdir()) if f.is_file() and f != file and f.name != "lock")
-    other = next(beside, world / "other/config.json")
+        other = next(beside, world / "other/config.json")
     shutil.copyfile(other, file)
 
 

@@ -229,7 +229,8 @@ class Run:
         that the system does not let us read is an error, because it may be as good as ever."""
         import torch
 
-        for file in reversed(self.checkpoints(missing=True)):
+        known = self.checkpoints(missing=True)
+        for file in reversed(known):
             try:
                 content = self.manifest.content(file.name)
                 return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -242,7 +243,7 @@ class Run:
             there = os.path.lexists(file)
             kept = f"; {set_aside(file).name} has it" if there else ""
             self.manifest.forget(file.name)
-            say(f"{file} {reason}: going back to the one before{kept}")
+            say(f"{file} {reason}: {'beginning again' if file == known[0] else 'going back to the one before'}{kept}")
         return None
 
     # ---- the result ----
