@@ -282,6 +282,12 @@ STRONG = {  # what a cell of the study changes, in words
     "local.1-.4": "local crops 0.1 to 0.4 for 0.05 to 0.25",
     "turn400": "turns, weight 400, four more small views",
     "turn400-local0": "the same without local views",
+    "lars-local0": "LARS, without local views",
+    "lars-turn400-local0": "LARS and turns, without local views",
+    "lars-turn400-local.1-.4": "LARS, turns and local crops 0.1 to 0.4",
+    "turn100": "turns, weight 100",
+    "crop.08": "global crops from 0.08 on for 0.2",
+    "solarize": "solarized second view, probability 0.2",
 }
 
 

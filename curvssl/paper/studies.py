@@ -157,12 +157,16 @@ def strong() -> Study:
     """The way to a strong encoder: changes to Barlow Twins with two and four views, one at a time, at 40 epochs, on
     held-out training images. The cell without a change is that of the study `views`."""
     start = dataclasses.replace(twins_of_many_views(), local_views=4)
+    # solo-learn's LARS, rate 0.3 and decay 1e-4 on a tenth of the loss, is this on the whole of it
+    lars = {"optimizer": "lars", "lr": 0.03, "weight_decay": 1e-3}
     changes: dict[str, dict[str, Any]] = {
-        # solo-learn's LARS, rate 0.3 and decay 1e-4 on a tenth of the loss, is this on the whole of it
-        "lars": {"optimizer": "lars", "lr": 0.03, "weight_decay": 1e-3},
+        "lars": lars,
         "turn400": {"alpha_turn": 400.0},
         "turn400-local0": {"alpha_turn": 400.0, "local_views": 0},
         "local.1-.4": {"local_crop_scale": (0.1, 0.4)},
+        "lars-local0": {**lars, "local_views": 0},
+        "lars-turn400-local0": {**lars, "alpha_turn": 400.0, "local_views": 0},
+        "lars-turn400-local.1-.4": {**lars, "alpha_turn": 400.0, "local_crop_scale": (0.1, 0.4)},
         "turn100": {"alpha_turn": 100.0},
         "crop.08": {"augment": views(crop=0.08)},
         "solarize": {"second": Colours(solarize=0.2)},
