@@ -257,6 +257,16 @@ def step_times() -> dict[tuple[int, bool], float]:
     return found
 
 
+def defaults() -> str:
+    """A thousand images with the paper's settings and with those of the default preset."""
+    noted = read("default-notes.json")
+    rows = [
+        [r["settings"], str(r["batch"] or ""), str(r["epochs"]), *(f"{r[probe]:.1f}" for probe in ("linear", "knn"))]
+        for r in noted["rows"]
+    ]
+    return markdown(("settings", "batch", "epochs", "linear", "kNN"), rows, "default-notes.json")
+
+
 def cells_of(study: str) -> dict[str, Any]:
     return {file.stem: json.loads(file.read_text()) for file in sorted((HERE / study).glob("*.json"))}
 
@@ -872,6 +882,7 @@ MADE = (
     view_orders,
     view_study,
     strong_screening,
+    defaults,
     view_pairs,
     gpu_command,
     gpu_features,
