@@ -28,6 +28,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -42,6 +43,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "NUMBA_THREADIN
 import numpy as np
 import torch
 from PIL import Image
+from tqdm import tqdm
 
 from curvssl.cli import main as curvssl
 from curvssl.config import AugmentConfig, demo
@@ -573,6 +575,9 @@ def main() -> None:
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    # tqdm's own lock is one for all forks: a fork that is killed while it holds it would leave the others waiting.
+    tqdm.set_lock(threading.RLock())
+    tqdm.monitor_interval = 0
     sources.SHA256["tiny"] = None
     named.DATASETS["tiny"] = tiny_set
     studies.STUDIES["tiny"] = lambda: CELLS
