@@ -24,7 +24,15 @@ WANTING = {
 }
 
 # Long files start first, so that no worker is still busy with one when the other has nothing left to do.
-LONG = ("test_readme.py", "test_ranks.py", "test_steps.py", "test_system.py", "test_loop.py", "test_report.py")
+LONG = (
+    "test_readme.py",
+    "test_faults.py",
+    "test_ranks.py",
+    "test_steps.py",
+    "test_system.py",
+    "test_loop.py",
+    "test_report.py",
+)
 # UMAP compiles for ten seconds or more in each process that draws a map, and for half a minute in the first of a new
 # installation, so one worker draws all maps.
 MAPS = (

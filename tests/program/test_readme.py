@@ -19,6 +19,7 @@ from pipeline import one_thread
 from curvssl.cli import commands, defaults_in, main, value_of
 from curvssl.data import named as data
 from curvssl.data.sources import PARTS, SHA256
+from curvssl.evaluate import runs
 from curvssl.methods import METHODS, title_of
 from curvssl.rundir import Run
 from curvssl.train import loop
@@ -102,7 +103,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with images, in which the commands run one after another."""
     folder = tmp_path_factory.mktemp("readme")
     digits = data.load("digits").train
-    enough = 320  # a tenth is the test split, a tenth of the rest is held out: the remaining 260 fill one batch
+    enough = 140  # a tenth is the test split, a tenth of the rest is held out: the remaining 113 fill batches of 16
     np.save(folder / "pixels.npy", digits.images.pixels[:enough, 0].numpy())
     for i in range(enough):
         file = folder / "photos" / f"class {int(digits.labels[i]) % 2}" / f"{i}.png"
@@ -121,6 +122,7 @@ def test_readmes_command_works_as_written(line: str, folder: Path, command: Comm
         if not all((root / name / f"{part}.npy").exists() for part in PARTS):
             pytest.skip(f"{name} is not in {root}: run `curvssl data {name}` to test it")
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(runs, "LIDAR_IMAGES", 100)  # a thousand take ten seconds
     if words[0] == "pretrain" and value_of("--preset", words) != "demo":
         stop_in_the_first_step(words, command, monkeypatch)
     else:
