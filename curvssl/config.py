@@ -257,7 +257,7 @@ def _within(name: str, value: float, low: float, high: float) -> None:
 
 def default() -> PretrainConfig:
     """What `curvssl pretrain` takes without a preset, for any images: the usual settings of Barlow Twins. The paper's
-    own, λ_emb = 1 at a constant rate from the first step on, end in a trap on most images (docs/reproduction.md)."""
+    own, λ_emb = 1 at a constant rate from the first step on, may end in a trap (docs/reproduction.md)."""
     return PretrainConfig(
         batch_size=0,
         projector_width=2048,
