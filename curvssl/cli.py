@@ -210,11 +210,12 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
                     f"two data sets were given, {dataset} and --dataset {config.dataset}: leave out the flag"
                 )
 
-            from curvssl.data.named import load
             from curvssl.report import seen
+            from curvssl.train.loop import load_suiting, pick_device
 
-            data = load(dataset, source=source, size=config.image_size)
-            shown = seen.first_step(config, data, images=images)
+            device = pick_device(config.device).type
+            data, suited = load_suiting(dataclasses.replace(config, dataset=dataset), source=source, device=device)
+            shown = seen.first_step(suited, data, images=images)
             seen.draw(shown, title=f"What the network sees of {dataset}", out=out)
             print(f"{out}: {seen.summary(shown)}")
 

@@ -25,7 +25,7 @@ def unknown(what: str, name: object, known: Iterable[str]) -> UserError:
 
 CHOICES = {
     "method": tuple(METHODS),
-    "stem": ("imagenet", "small"),
+    "stem": ("auto", "imagenet", "small"),
     "optimizer": ("adam", "sgd", "lars"),
     "schedule": ("constant", "cosine"),
     "precision": ("auto", "fp32", "bf16"),
@@ -95,12 +95,12 @@ class PretrainConfig(LossSettings):
     seed: int = 0  # on CPU the same seed and number of threads give the same weights to the last bit
     epochs: int = 100  # passes over the training images
     batch_size: int = 256  # the global batch, over all devices; neighbours are sought inside it; 0: suits the images
-    image_size: int = 32  # the views are this many pixels wide and high
+    image_size: int = 32  # the views are this many pixels wide and high; 0: suits the images and the device
     holdout: float = 0.1  # share of the training images kept out of pretraining, for the kNN monitor
     monitor_every: int = 5  # epochs between two runs of the monitor: kNN, and measures without labels; 0 never
 
     encoder: str = "resnet18"  # resnet18, resnet50, resnet-mini or timm:NAME
-    stem: str = "imagenet"  # the ResNets' first layers: imagenet (7×7, stride 2, maxpool) or small (3×3)
+    stem: str = "imagenet"  # the ResNets' first layers: imagenet (7×7, stride 2, maxpool), small (3×3) or auto
     projector_width: int = 512  # width of the projector's hidden layers
     projector_depth: int = 2  # linear layers in the projector
     projector_norm: bool = False  # a BatchNorm without parameters behind the projector's last layer
@@ -135,14 +135,14 @@ class PretrainConfig(LossSettings):
         for name, known in CHOICES.items():
             if getattr(self, name) not in (*known, OWN if name == "method" else None):
                 raise unknown(name, getattr(self, name), known)
-        for name in ("epochs", "image_size", "local_size", "projector_width", "projector_depth", "d_z"):
+        for name in ("epochs", "local_size", "projector_width", "projector_depth", "d_z"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} needs to be 1 or more")
         for name in ("lr", "eps"):
             if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
                 raise UserError(f"{name}={getattr(self, name)} needs to be a positive number")
         weights = [name for name, setting in SETTINGS.items() if isinstance(setting.default, float)]
-        counts = ("batch_size", "local_views", "monitor_every", "checkpoint_seconds", "seed")
+        counts = ("batch_size", "image_size", "local_views", "monitor_every", "checkpoint_seconds", "seed")
         for name in (*weights, "alpha_chord", "alpha_turn", "weight_decay", "warmup_epochs", *counts):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise UserError(f"{name}={getattr(self, name)} needs to be 0 or more")
@@ -166,12 +166,22 @@ class PretrainConfig(LossSettings):
             if isinstance(setting.default, str) and getattr(self, name) != setting.default:
                 _accepted(name, getattr(self, name))
 
-    def suited(self, *, images: int) -> "PretrainConfig":
-        """The same, but a batch size of 0 is replaced by a power of two with which an epoch has 8 steps or more: with
-        fewer, a small folder hardly moves the weights. At most 256, and at least 16, because k = 10 needs more than 10.
+    @property
+    def left_open(self) -> tuple[str, ...]:
+        """The settings that are chosen when the images are known."""
+        return tuple(name for name in OPEN if getattr(self, name) == OPEN[name])
+
+    def suited(self, *, images: int, image_size: int, device: str) -> "PretrainConfig":
+        """The same, with all that was left open chosen for so many images, whose views should have this size.
+
+        batch_size: a power of two with which an epoch has 8 steps or more: with fewer, a small folder hardly moves the
+            weights. At most 256, and at least 16, because k = 10 needs more than 10.
+        stem: small for small views, where the other one throws pixels away; on a CPU it would take too long.
         """
-        size = 2 ** int(math.log2(max(1, images / 8)))
-        return self if self.batch_size else dataclasses.replace(self, batch_size=min(256, max(16, size)))
+        batch_size = min(256, max(16, 2 ** int(math.log2(max(1, images / 8)))))
+        small = device == "cuda" and (self.image_size or image_size) <= 64
+        chosen = {"batch_size": batch_size, "image_size": image_size, "stem": "small" if small else "imagenet"}
+        return dataclasses.replace(self, **{name: chosen[name] for name in self.left_open})
 
     def loss_settings(self) -> dict[str, Any]:
         """What the run's own method is told."""
@@ -205,6 +215,8 @@ class PretrainConfig(LossSettings):
         views = {"augment": AugmentConfig(**augment), "second": Colours(**second), "local": Colours(**local)}
         return cls(**values, **views)
 
+
+OPEN: dict[str, Any] = {"batch_size": 0, "image_size": 0, "stem": "auto"}  # such a value is chosen for the images
 
 # What may differ between two commands that continue the same run: none of it decides what is learned.
 FREE = ("device", "step", "checkpoint_seconds")
@@ -260,6 +272,8 @@ def default() -> PretrainConfig:
     own, λ_emb = 1 at a constant rate from the first step on, may end in a trap (docs/reproduction.md)."""
     return PretrainConfig(
         batch_size=0,
+        image_size=0,
+        stem="auto",
         projector_width=2048,
         projector_depth=3,
         d_z=1024,

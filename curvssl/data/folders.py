@@ -6,6 +6,7 @@ any other layout has none. A tenth of the images, always the same, is the test s
 
 import dataclasses
 import hashlib
+import math
 import os
 from array import array as packed
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from curvssl.data.order import test_split
 from curvssl.files import printable, say, write_bytes
 
 CANVAS = 1.15  # times the image size: the side of the squares that files are decoded to
+LARGEST = {"cuda": 224, "cpu": 64}  # views that nobody chose a size for: the usual one, or a twelfth of its pixels
 SAMPLE = 1000  # images from which canvas, channels, mean and standard deviation are computed
 
 
@@ -188,6 +190,12 @@ def array(path: str, *, size: int) -> Dataset:
 
 
 # ---- for folders and arrays
+
+
+def suiting_size(side: int, *, device: str) -> int:
+    """The size of views of images with this side, if nobody chose one: the smallest multiple of 32, by which networks
+    divide it, whose canvas holds the image, but at most LARGEST."""
+    return min(LARGEST[device], 32 * math.ceil(side / CANVAS / 32))
 
 
 def canvas_of(known: dict[str, Any], *, size: int) -> int:

@@ -25,9 +25,8 @@ LETTER = 17  # pixels of a letter in the title
 @torch.inference_mode()
 def first_step(config: PretrainConfig, data: Dataset, *, images: int = 8) -> Columns:
     """The first images of a run's first step, and all views of them. On a CPU the run sees these very pixels; on CUDA
-    it sees the same images, and views that were drawn from other random numbers."""
+    it sees the same images, and views that were drawn from other random numbers. Nothing in `config` is left open."""
     views, fit = make_views(config, data), chosen(config, data).fit
-    config = config.suited(images=len(fit))
     pairs = 1 + views.blends  # whoever is blended needs a partner, whether it is shown or not
     most = min(len(fit), config.batch_size) // pairs * pairs
     b = min(-(-images // pairs) * pairs, most)

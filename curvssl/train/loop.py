@@ -24,7 +24,7 @@ from curvssl import ranks
 from curvssl.collectives import rank, world_size
 from curvssl.config import AugmentConfig, PretrainConfig, UserError
 from curvssl.data import memory
-from curvssl.data.folders import bad_lines
+from curvssl.data.folders import LARGEST, bad_lines, suiting_size
 from curvssl.data.images import TensorImages
 from curvssl.data.named import Dataset, changed_since, check_on_ranks, describe, load_on_ranks
 from curvssl.data.order import Rows, batches, hold_out, mix
@@ -81,13 +81,12 @@ def pretrain(
         main = ranks.is_main()
         with lock(path) if main else nullcontext():
             data = None
-            if not config.batch_size:
-                # A run that has begun keeps its size, whatever has happened to the images.
-                size = ranks.from_main(Run.read(path).config.batch_size if main and Run(path, config).begun else None)
-                if size is None:
-                    data = _load(config, images, source=source)
-                    size = config.suited(images=len(chosen(config, data).fit)).batch_size
-                config = dataclasses.replace(config, batch_size=size)
+            if config.left_open:
+                # A run that has begun keeps what was chosen, whatever has happened to the images.
+                begun = ranks.from_main(Run.read(path).config if main and Run(path, config).begun else None)
+                if begun is None:
+                    data, begun = load_suiting(config, images, source=source, device=device.type)
+                config = dataclasses.replace(config, **{name: getattr(begun, name) for name in config.left_open})
             run = Run.create(path, config) if main else Run(path, config)
             if not ranks.from_main(run.finished):
                 data = data or _load(config, images, source=source)
@@ -102,6 +101,16 @@ def _load(config: PretrainConfig, images: Any, *, source: str) -> Dataset:
     data = own_images(images, size=config.image_size)
     check_on_ranks(data)
     return data
+
+
+def load_suiting(
+    config: PretrainConfig, images: Any = None, *, source: str, device: str
+) -> tuple[Dataset, PretrainConfig]:
+    """The data, and the configuration with all that was left open chosen for them."""
+    largest = config.image_size or LARGEST[device]
+    data = _load(dataclasses.replace(config, image_size=largest), images, source=source)
+    size = suiting_size(min(data.train.images.shape[2:]), device=device)
+    return data, config.suited(images=len(chosen(config, data).fit), image_size=size, device=device)
 
 
 def chosen(config: PretrainConfig, data: Dataset) -> Rows:

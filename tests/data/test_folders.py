@@ -20,13 +20,13 @@ from curvssl.data import memory
 from curvssl.data.arrays import channels_first, open_array
 from curvssl.data.decode import decode, header
 from curvssl.data.folders import CANVAS, FolderImages, list_images, open_images
-from curvssl.data.named import load
+from curvssl.data.named import describe, load
 from curvssl.data.order import test_split as split_of
 from curvssl.data.pack import pack
 from curvssl.data.views import resize
 from curvssl.evaluate.runs import dataset_of, draw_map, embed, features_of, probe
 from curvssl.rundir import Run
-from curvssl.train.loop import pretrain
+from curvssl.train.loop import load_suiting, pretrain
 
 CPU = torch.device("cpu")
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
@@ -236,6 +236,20 @@ def test_grey_and_colour_together_are_colour_and_grey_alone_is_grey(tmp_path: Pa
         save(tmp_path / "mixed" / f"{i}.png", noise(6, 6) if i else noise(6, 6, 3))
     assert load(f"folder:{tmp_path / 'grey'}", size=8).train.images.shape[1:] == (1, 6, 6)
     assert load(f"folder:{tmp_path / 'mixed'}", size=8).train.images.shape[1:] == (3, 6, 6)
+
+
+@pytest.mark.parametrize(
+    ("side", "on_cpu", "on_cuda"), [(8, 32, 32), (28, 32, 32), (36, 32, 32), (40, 64, 64), (96, 64, 96), (500, 64, 224)]
+)
+def test_views_of_no_given_size_suit_the_images_and_the_device(tmp_path: Path, side: int, on_cpu: int, on_cuda: int):
+    for i in range(3):
+        save(tmp_path / f"{i}.png", noise(side, side + 7, 3))
+    for device, size in (("cpu", on_cpu), ("cuda", on_cuda)):
+        config = PretrainConfig(dataset=f"folder:{tmp_path}", image_size=0, holdout=0)
+        loaded, suited = load_suiting(config, source="auto", device=device)
+        assert suited.image_size == size
+        # The images were decoded before the size was chosen, and a resumed run must find the same.
+        assert describe(loaded) == describe(load(config.dataset, size=size))
 
 
 def test_the_canvas_is_a_little_larger_than_the_views_and_no_larger_than_the_images(tmp_path: Path):
@@ -522,11 +536,11 @@ def test_a_folder_that_has_changed_is_not_taken_for_the_same(in_memory: Run, dig
 def test_memory_stays_bounded_whatever_the_size_of_the_folder(tmp_path: Path):
     """1,000 decoded images are 450 MB; streaming and packing them takes less than 250 MB on top of torch. It takes
     30 MB of these, but the C library sometimes keeps 100 MB more for its threads."""
-    photo = Image.fromarray(noise(8, 8, 3)).resize((400, 390), Image.Resampling.BICUBIC)
-    photo.save(tmp_path / "photo.jpg")
+    photo = Image.fromarray(noise(8, 8, 3)).resize((386, 386), Image.Resampling.NEAREST)  # is decoded fast
+    photo.save(tmp_path / "photo.png")
     for i in range(1000):
         (tmp_path / "in" / str(i % 3)).mkdir(parents=True, exist_ok=True)
-        os.link(tmp_path / "photo.jpg", tmp_path / "in" / str(i % 3) / f"{i}.jpg")
+        os.link(tmp_path / "photo.png", tmp_path / "in" / str(i % 3) / f"{i}.png")
     program = textwrap.dedent("""
         import resource, sys, torch
         from pathlib import Path

@@ -63,9 +63,21 @@ def test_the_defaults_are_the_papers():
     ("images", "size"), [(3, 16), (127, 16), (128, 16), (256, 32), (900, 64), (2047, 128), (2048, 256), (10**6, 256)]
 )
 def test_a_batch_size_of_0_becomes_one_with_eight_steps_an_epoch(images: int, size: int):
-    config = PRESETS["default"]().suited(images=images)
+    config = PRESETS["default"]().suited(images=images, image_size=64, device="cpu")
     assert config.batch_size == size
-    assert config.suited(images=1) == config  # chosen once
+    assert config.suited(images=1, image_size=32, device="cuda") == config  # chosen once
+
+
+@pytest.mark.parametrize(
+    ("image_size", "device", "stem"),
+    [(32, "cuda", "small"), (64, "cuda", "small"), (96, "cuda", "imagenet"), (32, "cpu", "imagenet")],
+)
+def test_the_stem_that_nobody_chose_is_small_for_small_views_on_a_gpu(image_size: int, device: str, stem: str):
+    config = PRESETS["default"]().suited(images=1000, image_size=image_size, device=device)
+    assert (config.image_size, config.stem, config.left_open) == (image_size, stem, ())
+    given = dataclasses.replace(PRESETS["default"](), image_size=48, stem="small")
+    suited = given.suited(images=1000, image_size=image_size, device=device)
+    assert (suited.image_size, suited.stem) == (48, "small")
 
 
 def test_a_configuration_cannot_be_changed():
