@@ -8,10 +8,11 @@ import json
 import random
 import re
 import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from statistics import mean, median, quantiles
+from statistics import correlation, mean, median, quantiles
 from typing import Any
 
 HERE = Path(__file__).parent
@@ -295,6 +296,8 @@ STRONG = {  # what a cell of the study changes, in words
     "lars-local0": "LARS, without local views",
     "lars-turn400-local0": "LARS and turns, without local views",
     "lars-turn400-local.1-.4": "LARS, turns and local crops 0.1 to 0.4",
+    "lars-local.1-.4": "LARS and local crops 0.1 to 0.4",
+    "lars-weak-first": "LARS, and no change of colours in the first view",
     "turn100": "turns, weight 100",
     "crop.08": "global crops from 0.08 on for 0.2",
     "solarize": "solarized second view, probability 0.2",
@@ -304,15 +307,59 @@ STRONG = {  # what a cell of the study changes, in words
 def strong_screening() -> str:
     """Changes to Barlow Twins with two and four views, one at a time."""
     base = cells_of("views")["cifar10-barlow-twins-local4-40-seed0"]
-    cells = {"as in the study of views, Adam": base}
-    cells |= {STRONG[name.removeprefix("cifar10-")]: cell for name, cell in cells_of("strong").items()}
+    cells = [("as in the study of views, Adam", base)]
+    for name, cell in cells_of("strong").items():
+        cells.append((STRONG[name.removeprefix("cifar10-").removeprefix("150-")], cell))
     rows = []
-    for what, cell in cells.items():
+    for what, cell in sorted(cells, key=lambda pair: pair[1]["config"]["epochs"]):
         values = {probe: cell["probes"][probe]["mean"] for probe in ("linear", "knn")}
         gains = [f"{value:.1f} ({value - base['probes'][probe]['mean']:+.1f})" for probe, value in values.items()]
-        rows.append([what, *(gains if cell is not base else [f"{value:.1f}" for value in values.values()])])
-    where = "NVIDIA H200, torch 2.11.0, 40 epochs, one seed, held-out training images"
-    return markdown(("two and four views, with", "linear", "kNN"), rows, "strong/", where)
+        shown = gains if cell is not base else [f"{value:.1f}" for value in values.values()]
+        rows.append([what, str(cell["config"]["epochs"]), *shown])
+    where = "NVIDIA H200, torch 2.11.0, one seed, held-out training images"
+    return markdown(("two and four views, with", "epochs", "linear", "kNN"), rows, "strong/", where)
+
+
+PREDICTORS = {  # what the last row of a run's metrics may tell of its accuracy
+    "rho": "ρ, the agreement of the views' curvature",
+    "effective_rank": "effective rank of the embeddings",
+    "knn": "accuracy of the kNN monitor, which needs labels",
+}
+
+
+def predictors() -> str:
+    """Rank correlation, over the cells of all studies, of what training shows with the accuracy of the linear probe."""
+    cells = [cell for folder in sorted(HERE.glob("*/")) for cell in cells_of(folder.name).values() if "curves" in cell]
+    groups: dict[str, list[Any]] = {}
+    for cell in cells:
+        stem = f", {STEMS[cell['config']['stem']]} stem" if cell["config"]["dataset"] == "cifar10" else ""
+        groups.setdefault(cell["config"]["dataset"] + stem, []).append(cell)
+    rows = []
+    for key, title in PREDICTORS.items():
+        row = [title]
+        for members in groups.values():
+            last = [(cell["curves"][-1], cell["probes"]["linear"]["mean"]) for cell in members]
+            pairs = [(metrics[key], accuracy) for metrics, accuracy in last if key in metrics]
+            row.append(rank_correlation(pairs) if len(pairs) >= 10 else "–")
+        rows.append(row)
+    header = ("rank correlation with linear accuracy", *(f"{name}, {len(of)} runs" for name, of in groups.items()))
+    return markdown(header, rows, "*/", "the last epoch of every run of all studies; bootstrap 95 % intervals")
+
+
+def rank_correlation(pairs: Sequence[tuple[float, float]]) -> str:
+    """Spearman's, and a bootstrap 95 % interval over the pairs."""
+
+    def ranks(values: Sequence[float]) -> list[float]:
+        ordered = sorted(values)
+        return [(bisect_left(ordered, value) + bisect_right(ordered, value)) / 2 for value in values]
+
+    def spearman(chosen: Sequence[tuple[float, float]]) -> float:
+        x, y = zip(*chosen, strict=True)
+        return correlation(ranks(x), ranks(y))
+
+    draw = random.Random(0)
+    cuts = quantiles([spearman(draw.choices(pairs, k=len(pairs))) for _ in range(1000)], n=40)
+    return f"{spearman(pairs):+.2f} [{cuts[0]:+.2f}, {cuts[-1]:+.2f}]"
 
 
 def view_pairs() -> str:
@@ -882,6 +929,7 @@ MADE = (
     view_orders,
     view_study,
     strong_screening,
+    predictors,
     defaults,
     view_pairs,
     gpu_command,
