@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from curvssl.config import AugmentConfig
-from curvssl.data.images import Images
+from curvssl.data.images import Images, TensorImages
 from curvssl.data.memory import resident
 from curvssl.data.named import load
 from curvssl.data.pack import pack
-from curvssl.data.views import Augment
+from curvssl.data.viewed import viewed
+from curvssl.data.views import Augment, Views
 from curvssl.rundir import Run, provenance
 
 SIZE, BATCH = 224, 64
@@ -71,12 +72,17 @@ def orders(n: int) -> Iterator[Tensor]:
     return iter(torch.randperm(n)[: n // BATCH * BATCH].split(BATCH))
 
 
-def viewed(
-    batches: Iterator[Tensor], augment: Callable[..., Tensor], draws: int, *, device: torch.device
-) -> Iterator[Tensor]:
-    """Two views of every image, as the training step makes them."""
+def by_workers(images: Images, views: Views, *, workers: int) -> Iterator[Tensor]:
+    """Two views of every image, as training makes them on a CPU."""
+    numbers = torch.Generator()
+    steps = ((rows, views.draw(BATCH, generator=numbers)) for rows in orders(len(images)))
+    return (made[:BATCH] for (made,) in viewed(images, views, steps, b=BATCH, workers=workers))
+
+
+def by_device(batches: Iterator[Tensor], views: Callable[..., Any], draws: int) -> Iterator[Tensor]:
+    """Two views of every image, as training makes them on a CUDA device."""
     for images in batches:
-        augment(torch.cat((images, images)), torch.rand(2 * len(images), draws, device=device))
+        views(images, [torch.rand(2, len(images), draws, device=images.device)])
         yield images
 
 
@@ -108,27 +114,30 @@ def streaming(root: Path, packed: Path, *, workers: int, device: torch.device, r
     folder = load(f"folder:{root}", size=SIZE).train.images
     array = load(f"array:{packed}", size=SIZE).train.images
     memory = resident(array, device=device)
-    augment = Augment(size=SIZE, mean=MEAN, std=STD, **vars(AugmentConfig())).to(device)
-    views: Callable[..., Tensor] = torch.compile(augment, dynamic=False) if device.type == "cuda" else augment
+    augment = Augment(size=SIZE, mean=MEAN, std=STD, **vars(AugmentConfig()))
+    views = Views(augment).to(device)
+    cpu = device.type == "cpu"
+    compiled = torch.compile(views, dynamic=False)
 
-    def ours(images: Images) -> Iterator[Tensor]:
-        return images.batches(orders(len(images)), device=device, workers=workers)
+    def pixels(images: Images) -> Iterator[Tensor]:
+        if images.pixels is None:
+            return images.batches(orders(len(images)), device=device, workers=workers)
+        return (memory[rows.to(device)] for rows in orders(len(images)))
 
-    def from_memory() -> Iterator[Tensor]:
-        return (memory[rows.to(device)] for rows in orders(len(memory)))
-
-    def two_views(batches: Iterator[Tensor]) -> Iterator[Tensor]:
-        return viewed(batches, views, augment.draws, device=device)
+    def two_views(images: Images) -> Iterator[Tensor]:
+        if cpu:
+            return by_workers(images, views, workers=workers)
+        return by_device(pixels(images), compiled, augment.draws)
 
     works: dict[str, Callable[[], Iterator[Tensor]]] = {
-        "images from the folder": lambda: ours(folder),
-        "images from the packed array": lambda: ours(array),
+        "images from the folder": lambda: pixels(folder),
+        "images from the packed array": lambda: pixels(array),
         "views, torchvision's pipeline": lambda: torchvision_batches(root, workers=workers, device=device),
-        "views from the folder": lambda: two_views(ours(folder)),
-        "views from the packed array": lambda: two_views(ours(array)),
-        "views from device memory": lambda: two_views(from_memory()),
+        "views from the folder": lambda: two_views(folder),
+        "views from the packed array": lambda: two_views(array),
+        "views from device memory": lambda: two_views(TensorImages.of(memory)),
     }
-    for _ in two_views(from_memory()):  # compiled once, before the clock runs
+    for _ in two_views(TensorImages.of(memory)):  # compiled once, before the clock runs
         break
     found: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds):

@@ -26,7 +26,7 @@ from torch import Tensor
 from curvssl import losses
 from curvssl import ranks as distributed
 from curvssl.config import AugmentConfig, PretrainConfig, UserError, demo
-from curvssl.data import memory
+from curvssl.data import memory, views
 from curvssl.evaluate.runs import embed, probe
 from curvssl.models import Net
 from curvssl.rundir import Run
@@ -133,7 +133,9 @@ def everything(folder: Path) -> dict[str, Any]:
         train.pretrain(config(folder, method=method), out=folder / f"two-{method}", progress=False)
     fits, memory.fits = memory.fits, lambda *_, **__: False
     train.pretrain(config(folder, epochs=3, **MANY), out=folder / "two-streamed", progress=False)
-    memory.fits = fits
+    large, views.LARGE = views.LARGE, 1  # so that workers make the views
+    train.pretrain(config(folder, epochs=3, **MANY), out=folder / "two-viewed", progress=False)
+    memory.fits, views.LARGE = fits, large
     result["stopped"] = interrupted(config(folder), folder / "two-then-one", here=rank == 1)
     train.pretrain(config(folder), out=folder / "one-then-two", progress=False)
 

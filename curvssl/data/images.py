@@ -102,7 +102,7 @@ class Images:
         loader = torch.utils.data.DataLoader(
             _Reader(self, stand_ins=stand_ins),
             batch_sampler=chunks(),
-            collate_fn=_as_read,
+            collate_fn=as_read,
             num_workers=workers,
             prefetch_factor=AHEAD if workers else None,
             pin_memory=cuda,
@@ -110,7 +110,7 @@ class Images:
         )
         batch: Tensor | None = None
         filled = 0
-        for read in _started(loader):
+        for read in started(loader):
             if isinstance(read, UserError):
                 raise read
             pixels, bad = read
@@ -229,11 +229,11 @@ class _Reader(torch.utils.data.Dataset):
             return UserError(str(error))
 
 
-def _as_read(read: Any) -> Any:
+def as_read(read: Any) -> Any:
     return read
 
 
-def _started(loader: Any) -> Iterator[tuple[Tensor, Bad] | UserError]:
+def started(loader: Any) -> Iterator[Any]:
     with warnings.catch_warnings():
         # Python 3.12 warns of a fork in a process with threads; the workers use no lock that those threads may hold.
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)

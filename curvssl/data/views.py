@@ -2,7 +2,8 @@
 
 The random numbers are drawn outside. So the same numbers give the same views on one process or many, eager, compiled
 or captured in a CUDA graph. Each operation is a function of tensors whose parameters have one entry per image, and
-equals torchvision's functional of the same name. No operation waits for the device or branches on its values.
+equals torchvision's functional of the same name. No operation waits for the device or branches on its values. On a CPU,
+large views are made one at a time instead, by the operations of single.py, which give the same values faster.
 
 Shapes: images (b, C, H, W). Colour operations work on planes, one (b, H, W) tensor per channel: they mix channels, and
 with planes the compiler fuses the whole chain into one kernel.
@@ -10,7 +11,7 @@ with planes the compiler fuses the whole chain into one kernel.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvssl.config import AugmentConfig, UserError
+from curvssl.data import single
+from curvssl.data.single import BRIGHTNESS, CONTRAST, LUMINANCE, SATURATION
 from curvssl.losses import GLOBAL, quarters
 from curvssl.losses import blend as blend_pairs
 
 Planes = tuple[Tensor, ...]
 
 ATTEMPTS = 10  # boxes that torchvision draws before it takes the central one
-BRIGHTNESS, CONTRAST, SATURATION = range(3)
-LUMINANCE = (0.2989, 0.587, 0.114)  # ITU-R 601, rounded as in torchvision
 BLUR_SIGMA = (0.1, 2.0)
-CACHED = 700_000  # pixels per block on a CPU: more do not fit into its cache, and views of 224 take twice as long
+CACHED = 700_000  # pixels per block of small images on a CPU: more do not fit into its cache
+LARGE = 96  # pixels: views of such images, or of this size, are made one at a time on a CPU; small ones are not faster
 SOLARIZE_FROM = 0.5
 
 
@@ -275,12 +277,18 @@ class Augment(nn.Module):
         with torch.autocast(images.device.type, enabled=False):
             portion = len(images)
             if images.device.type == "cpu" and not torch.compiler.is_compiling():
+                if self.is_large(images.shape):
+                    return self._one_by_one(images, self.named(u))
                 portion = max(1, CACHED // (images.shape[1] * self.size**2))
             views = [
                 self._views(x.float() / 255, self.named(v))
                 for x, v in zip(images.split(portion), u.split(portion), strict=True)
             ]
             return torch.cat(views) if len(views) > 1 else views[0]
+
+    def is_large(self, shape: Sequence[int]) -> bool:
+        """Whether a CPU makes the views of images of this shape (b, C, H, W) one at a time."""
+        return max(self.size, *shape[2:]) >= LARGE
 
     def named(self, u: Tensor) -> dict[str, Tensor]:
         """The columns of u that belong to each operation."""
@@ -300,6 +308,49 @@ class Augment(nn.Module):
         if "solarize" in u:
             x = solarize(x, u["solarize"][:, 0] < recipe.solarize)
         return normalise(x, self.mean, self.std)
+
+    @torch.no_grad()
+    def _one_by_one(self, images: Tensor, u: dict[str, Tensor]) -> Tensor:
+        """`_views` on a CPU, image by image (single.py), in channels_last."""
+        recipe, (b, channels, _, _) = self.recipe, images.shape
+        jitter = [part.tolist() for part in self.jitter_parameters(u["jitter"])] if "jitter" in u else []
+        grey, blurred, solarized = (self._on(name, u, b) for name in ("grayscale", "blur", "solarize"))
+        shape = (b, 3 if channels == 1 else channels, self.size, self.size)
+        views = torch.empty(shape, memory_format=torch.channels_last)
+        for i, x in enumerate(self._framed_one_by_one(images, u)):
+            if "rotation" in u:
+                x = rotate(x[None], uniform(u["rotation"][i], -recipe.rotation, recipe.rotation))[0]
+            if jitter:
+                single.colour_jitter_(x, *(part[i] for part in jitter))
+            if grey[i] and channels == 3:
+                x = single.luminance(x)[None]
+            if blurred[i]:
+                x = single.blur(x, float(uniform(u["blur"][i, 1], *BLUR_SIGMA)), kernel=self.blur_kernel)
+            if solarized[i]:
+                x = torch.where(x >= SOLARIZE_FROM, 1 - x, x)
+            views[i] = normalise(x[None], self.mean, self.std)[0]
+        return views
+
+    def _framed_one_by_one(self, images: Tensor, u: dict[str, Tensor]) -> Iterator[Tensor]:
+        """`_framed` on a CPU: float32 images (C, size, size)."""
+        flipped = self._on("flip", u, len(images))
+        if "crop" not in u:
+            for image, flip in zip(images, flipped, strict=True):
+                x = resize(image[None].float() / 255, size=self.size)[0]
+                yield x.flip(-1) if flip else x
+            return
+        height, width = images.shape[2:]
+        box = crop_box(
+            u["crop"], height=height, width=width, scale=self.recipe.crop_scale, ratio=self.recipe.crop_ratio
+        )
+        rows, columns = (single.taps(length, target=self.size) for length in box[2:])
+        for i, (top, left, h, w) in enumerate(zip(*(part.int().tolist() for part in box), strict=True)):
+            x = images[i, :, top : top + h, left : left + w].float() / 255
+            yield single.resample(x, rows[i], [part.flip(1) for part in columns[i]] if flipped[i] else columns[i])
+
+    def _on(self, name: str, u: dict[str, Tensor], b: int) -> list[bool]:
+        """Whether an operation is on, for each image."""
+        return (u[name][:, 0] < getattr(self.recipe, name)).tolist() if name in u else [False] * b
 
     def _framed(self, x: Tensor, u: dict[str, Tensor]) -> Tensor:
         """Crop, resize and flip by two batched matrix products; a flip reverses the weights of the columns."""
@@ -397,6 +448,10 @@ class Views(nn.Module):
         shapes = [(n, b, maker.draws) for n, maker in zip(self.counts, self.makers, strict=True)]
         shapes += [(1, b, 1)] * self.blends
         return tuple(torch.rand(shape, generator=generator, device=generator.device) for shape in shapes)
+
+    def are_large(self, shape: Sequence[int]) -> bool:
+        """Whether a CPU makes all views of images of this shape (b, C, H, W) one at a time."""
+        return all(maker.is_large(shape) for maker in self.makers)
 
     def t(self, u: Sequence[Tensor]) -> Tensor | None:
         """The share (b,) of each image in its blend."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from curvssl import ranks
 from curvssl.collectives import rank, world_size
@@ -29,6 +29,7 @@ from curvssl.data.images import TensorImages
 from curvssl.data.named import Dataset, changed_since, check_on_ranks, describe, load_on_ranks
 from curvssl.data.order import Rows, batches, hold_out, mix
 from curvssl.data.own import own_images
+from curvssl.data.viewed import POSSIBLE, viewed
 from curvssl.data.views import Augment, Views
 from curvssl.files import lock
 from curvssl.losses import TURNS, Chord, Loss, Sum, Turn
@@ -37,7 +38,7 @@ from curvssl.models import full_precision
 from curvssl.rundir import AGAIN, Run, provenance
 from curvssl.train import watch
 from curvssl.train.own import keep_own
-from curvssl.train.step import NotFinite, Step, make_optimizer
+from curvssl.train.step import Batch, NotFinite, Step, make_optimizer
 
 LAG = 60  # steps given to a CUDA device after an epoch before the host reads the epoch's metrics: so it never idles
 
@@ -236,8 +237,18 @@ def _train(
     fit_rows = fit.to(place)
     order = batches(len(fit), size=config.batch_size, seed=config.seed, first=done, last=last, device=place)
     rows = (fit_rows[batch[mine]] for batch in order)
-    inputs = pool.batches(rows, device=device) if images is None else rows
+
+    def drawn(s: int) -> list[Tensor]:
+        numbers.manual_seed(mix(config.seed, s))
+        return [part[:, mine] for part in views.draw(config.batch_size, generator=numbers)]
+
     watched = pool if images is None else TensorImages.of(images)
+    inputs: Iterator[Batch] = rows
+    if device.type == "cpu" and mode == "eager" and views.are_large(pool.shape) and POSSIBLE:
+        steps = ((batch, drawn(s)) for s, batch in enumerate(rows, done))
+        inputs = viewed(watched, views, steps, b=config.batch_size // world)
+    elif images is None:
+        inputs = pool.batches(rows, device=device)
     bar = watch.progress_bar(last, done, hidden=not progress, title=run.path.name)
     charts = watch.charts(run.path, done=done, config=config.to_dict()) if main else nullcontext(lambda row: None)
 
@@ -270,8 +281,7 @@ def _train(
     exact = full_precision() if config.precision == "fp32" else nullcontext()
     with stopping() as signals, bar as show, charts as chart, exact:
         for s, batch in enumerate(inputs, done):
-            numbers.manual_seed(mix(config.seed, s))
-            u = [part[:, mine] for part in views.draw(config.batch_size, generator=numbers)]
+            u = drawn(s)
             lr = learning_rate(s, config, steps_per_epoch=steps_per_epoch)
             try:
                 step(batch, u, lr)

@@ -4,7 +4,8 @@ The inputs of a step are tensors (which images, which uniform numbers, which lea
 `take` by the same arithmetic, compiled or captured in a CUDA graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from curvssl.losses import GLOBAL, Loss, over_pairs, pairs
 from curvssl.models import per_view
 from curvssl.train.lars import Lars
 
+Batch = Tensor | tuple[Tensor, ...]
 HISTORY = 2**16  # steps: of so many the device remembers the sums, to tell in which of them the loss broke
 
 
@@ -30,9 +32,9 @@ class NotFinite(ArithmeticError):
 class Step:
     """Call with (batch, u, lr); read `means()` and `z` at any time.
 
-    `batch` holds row numbers (b,) of `images` if these are on the device, else uint8 images (b, C, H, W). `u` are
-    the uniform numbers of the views (`Views.draw`). `criterion` is any module (z0, z1) → scalar; if it is a `Loss`,
-    every term is logged. `z` (2b, d) are the embeddings of the two global views.
+    `batch` holds row numbers (b,) of `images` if these are on the device, else uint8 images (b, C, H, W), or their
+    views, if these have been made. `u` are the uniform numbers of the views (`Views.draw`). `criterion` is any module
+    (z0, z1) → scalar; if it is a `Loss`, every term is logged. `z` (2b, d) are the embeddings of the two global views.
 
     On CPU a loss that is not finite raises `NotFinite`, and nothing has changed. Another device is not waited for:
     `broken_for` says how long ago it happened.
@@ -54,7 +56,7 @@ class Step:
         self.net, self.criterion, self.views, self.optimizer = net, criterion, views, optimizer
         self.images, self.device, self.bf16 = images, device, bf16
         self.mode = "eager"
-        self.take = self.plainly
+        self.take: Callable[[Any, Sequence[Tensor]], None] = self.plainly
         # The terms of the loss, or the loss alone, and their weights, which are read at every step.
         self.names = tuple(name for _, part in self.parts() for name in part.names) or ("loss",)
         self.weights = torch.ones(len(self.names), device=device)
@@ -66,7 +68,7 @@ class Step:
         self.taken = 0  # steps by this process
         self.z = torch.zeros(0, device=device)
 
-    def __call__(self, batch: Tensor, u: Sequence[Tensor], lr: float) -> None:
+    def __call__(self, batch: Batch, u: Sequence[Tensor], lr: float) -> None:
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
@@ -92,7 +94,7 @@ class Step:
         """The weighted terms of the criterion, if it is a sum of terms."""
         return self.criterion.parts() if isinstance(self.criterion, Loss) else ()
 
-    def plainly(self, batch: Tensor, u: Sequence[Tensor]) -> None:
+    def plainly(self, batch: Batch, u: Sequence[Tensor]) -> None:
         """The step in plain torch."""
         self.optimizer.zero_grad()
         z, turns = self.embed(batch, u)
@@ -152,7 +154,7 @@ class Step:
         places = [place for row in self.sums for place in row.split(sizes)]
         torch._foreach_addcmul_(places, [*terms, *terms], [*ones, *weights])
 
-    def embed(self, batch: Tensor, u: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    def embed(self, batch: Batch, u: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The embeddings of all views, one below the other: (V · b, d), at least in float32. The first two are global,
         then come local ones, then blends. And the head's numbers for turned views, (turns, b, 4), if there are any."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
@@ -164,9 +166,9 @@ class Step:
         z = z.to(torch.promote_types(z.dtype, torch.float32))
         return z, None if turns is None else turns.unflatten(0, (self.views.turns, -1))
 
-    def see(self, batch: Tensor, u: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def see(self, batch: Batch, u: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The views of a batch of images, one tensor for each size."""
-        return self.views(self.pixels(batch), u)
+        return batch if isinstance(batch, tuple) else self.views(self.pixels(batch), u)
 
     def pixels(self, batch: Tensor) -> Tensor:
         """The images of a batch, uint8 (b, C, H, W)."""

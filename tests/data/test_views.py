@@ -291,7 +291,7 @@ def view_by_torchvision(model: Augment, image: Tensor, u: Tensor) -> Tensor:
     return TF.normalize(x, list(MEAN), list(STD))
 
 
-@pytest.mark.parametrize(("height", "width", "size"), [(32, 32, 32), (60, 48, 32)])
+@pytest.mark.parametrize(("height", "width", "size"), [(32, 32, 32), (60, 48, 32), (100, 110, 64)])
 def test_views_equal_torchvisions_image_by_image(height: int, width: int, size: int) -> None:
     model = Augment(size=size, mean=MEAN, std=STD, **STRONG)
     assert list(model.uniforms) == ["crop", "flip", "rotation", "jitter", "grayscale", "blur", "solarize"]

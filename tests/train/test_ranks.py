@@ -20,6 +20,7 @@ from pipeline import flags, one_thread
 from torch import nn
 
 from curvssl.config import demo
+from curvssl.data import views
 from curvssl.evaluate.runs import embed, probe
 from curvssl.models import make_net
 from curvssl.ranks import BatchNorm, shares, synchronise
@@ -103,6 +104,13 @@ def test_streamed_images_local_views_and_blends_reach_the_right_rank(folder: Pat
         one = pretrain(ranks.config(folder, epochs=3, **ranks.MANY), out=folder / "one-short", progress=False)
     assert Run.read(folder / "two-streamed").read_json("provenance.json")["images_in_memory"] is False
     ranks.assert_same_run(one.path, folder / "two-streamed")
+
+
+def test_views_made_by_workers_reach_the_right_rank(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(views, "LARGE", 1)
+    with ranks.double_precision():
+        one = pretrain(ranks.config(folder, epochs=3, **ranks.MANY), out=folder / "one-viewed", progress=False)
+    ranks.assert_same_run(one.path, folder / "two-viewed")
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_the_other_way_round(folder: Path, alone: dict[str, Run]):
