@@ -122,7 +122,8 @@ class PretrainConfig(LossSettings):
     local_size: int = 16  # local views are this many pixels wide and high
     local_crop_scale: tuple[float, float] = (0.05, 0.25)  # share of the image's area that a local view covers
     alpha_chord: float = 0.0  # weight of the chord, for which a blend of two images is one more view; 0 leaves it out
-    alpha_turn: float = 0.0  # weight of telling by how many quarters four more small views were turned; 0 leaves it out
+    alpha_turn: float = 0.0  # weight of telling by how many quarters some more small views were turned; 0 leaves it out
+    turned_views: int = 4  # how many; every batch of each of them holds all four turns
 
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     second: Colours = field(default_factory=Colours)
@@ -135,7 +136,7 @@ class PretrainConfig(LossSettings):
         for name, known in CHOICES.items():
             if getattr(self, name) not in (*known, OWN if name == "method" else None):
                 raise unknown(name, getattr(self, name), known)
-        for name in ("epochs", "local_size", "projector_width", "projector_depth", "d_z"):
+        for name in ("epochs", "local_size", "turned_views", "projector_width", "projector_depth", "d_z"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} needs to be 1 or more")
         for name in ("lr", "eps"):

@@ -31,7 +31,7 @@ from curvssl.kernels import (
 )
 
 GLOBAL = 2  # the first views are global, the others local
-TURNS = 4  # quarter turns, and as many turned views
+TURNS = 4  # quarters in a full turn
 
 
 class Loss(nn.Module):

@@ -296,6 +296,7 @@ STRONG = {  # what a cell of the study changes, in words
     "lars-local0": "LARS, without local views",
     "lars-turn400-local0": "LARS and turns, without local views",
     "lars-turn400-local.1-.4": "LARS, turns and local crops 0.1 to 0.4",
+    "lars-turn400x1-local.1-.4": "LARS, turns of one view and local crops 0.1 to 0.4",
     "lars-local.1-.4": "LARS and local crops 0.1 to 0.4",
     "lars-weak-first": "LARS, and no change of colours in the first view",
     "turn100": "turns, weight 100",

@@ -171,6 +171,7 @@ def strong() -> Study:
         "lars-local0": {**lars, "local_views": 0},
         "lars-turn400-local0": {**lars, "alpha_turn": 400.0, "local_views": 0},
         "lars-turn400-local.1-.4": {**lars, "alpha_turn": 400.0, "local_crop_scale": (0.1, 0.4)},
+        "lars-turn400x1-local.1-.4": {**lars, "alpha_turn": 400.0, "turned_views": 1, "local_crop_scale": (0.1, 0.4)},
         "lars-local.1-.4": {**lars, "local_crop_scale": (0.1, 0.4)},
         "lars-weak-first": {**lars, **weak_first},
         "turn100": {"alpha_turn": 100.0},
@@ -178,7 +179,9 @@ def strong() -> Study:
         "solarize": {"second": Colours(solarize=0.2)},
     }
     longer = {"epochs": 150, "warmup_epochs": 10}
-    changes |= {f"150-{name}": {**changes[name], **longer} for name in ("lars-local.1-.4", "lars-turn400-local.1-.4")}
+    changes |= {
+        f"150-{name}": {**changes[name], **longer} for name in changes if name.endswith("local.1-.4") and "lars" in name
+    }
     return {f"cifar10-{name}": dataclasses.replace(start, **change) for name, change in changes.items()}
 
 

@@ -32,7 +32,7 @@ from curvssl.data.own import own_images
 from curvssl.data.viewed import POSSIBLE, viewed
 from curvssl.data.views import Augment, Views
 from curvssl.files import lock
-from curvssl.losses import TURNS, Chord, Loss, Sum, Turn
+from curvssl.losses import Chord, Loss, Sum, Turn
 from curvssl.methods import METHODS, OWN
 from curvssl.models import full_precision
 from curvssl.rundir import AGAIN, Run, provenance
@@ -368,7 +368,7 @@ def make_views(config: PretrainConfig, data: Dataset) -> Views:
         local=made(config.local_size, local) if config.local_views else None,
         n=config.local_views,
         turned=made(config.local_size, turned) if config.alpha_turn else None,
-        turns=TURNS if config.alpha_turn else 0,
+        turns=config.turned_views if config.alpha_turn else 0,
         blends=config.alpha_chord > 0,
     )
 
