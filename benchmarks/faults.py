@@ -55,7 +55,7 @@ from curvssl.rundir import provenance
 
 for needed in ("train.loop", "evaluate.runs", "report.collect", "report.seen", "paper.reproduce", "verify", "models"):
     importlib.import_module(f"curvssl.{needed}")  # here, and not in every fork
-for needed in ("safetensors.torch", "sklearn.metrics", "torch.utils.tensorboard", "tqdm", "curvssl.outliers"):
+for needed in ("safetensors.torch", "sklearn.metrics", "torch.utils.tensorboard", "torchvision", "curvssl.outliers"):
     importlib.import_module(needed)
 
 PATIENCE = 120  # seconds; a command of this world takes two
@@ -442,9 +442,8 @@ def killed(world: Path, name: str, *, kills: int, draw: random.Random) -> dict[s
                 for pid in victims:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(pid, signal.SIGKILL)
-                outcomes = ended(
-                    name, pids, place, patience=15
-                )  # a rank without its peer ends soon, or torchrun ends it
+                # A rank without its peer ends soon, or torchrun ends it.
+                outcomes = ended(name, pids, place, patience=15)
                 done += sum(one.code == -signal.SIGKILL for one in outcomes)
                 if all(one.code == 0 for one in outcomes) or done >= kills:
                     break
