@@ -211,7 +211,7 @@ def check_gamma(gamma: float | str) -> None:
     if isinstance(gamma, str):
         if gamma not in GAMMAS:
             raise ValueError(f"{unknown('gamma', gamma, GAMMAS)}, or a positive number")
-    elif not 0 < gamma < torch.inf:
+    elif not 0 < gamma <= torch.finfo(torch.float32).max:
         raise ValueError(f"gamma={gamma} needs to be a positive number, or 'median', 'scale', 'auto'")
 
 

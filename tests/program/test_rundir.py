@@ -31,6 +31,16 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_part(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_a_write_that_cannot_be_names_the_file_and_a_device_is_not_replaced(tmp_path: Path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match=r"Is a directory: '[^']*/folder'"):
+        write_bytes(tmp_path / "folder", b"new")
+    (tmp_path / "null").symlink_to("/dev/null")
+    with pytest.raises(OSError, match="is a device, not a file"):
+        write_bytes(tmp_path / "null", b"new")
+    assert (tmp_path / "null").is_char_device()
+
+
 def test_a_disk_that_is_full_while_a_checkpoint_is_written_is_the_systems_error_with_the_files_name(tmp_path: Path):
     run = Run.create(tmp_path, TINY)
     run.save_checkpoint({"step": 3})
@@ -173,6 +183,14 @@ def test_a_damaged_line_of_metrics_costs_that_line_alone(tmp_path: Path, capsys:
     assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == damaged
 
 
+def test_a_named_pipe_called_metrics_keeps_nobody_waiting(tmp_path: Path):
+    run = Run.create(tmp_path, TINY)
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert run.metrics() == []
+    run.rewind_metrics(20, rows=[{"step": 20}])
+    assert run.metrics() == [{"step": 20}]
+
+
 def test_a_file_that_is_no_checkpoint_by_its_name_is_the_users_own(tmp_path: Path):
     run = Run.create(tmp_path, TINY)
     run.save_checkpoint({"step": 3})
@@ -211,6 +229,10 @@ def test_one_process_at_a_time_holds_a_run(tmp_path: Path):
     with lock(tmp_path), pytest.raises(UserError, match="another process trains in"), lock(tmp_path):
         pass
     with lock(tmp_path):
+        pass
+    (tmp_path / "lock").unlink()
+    os.mkfifo(tmp_path / "lock")  # which would keep a writer waiting for a reader
+    with lock(tmp_path), pytest.raises(UserError, match="another process trains in"), lock(tmp_path):
         pass
 
 
