@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -47,6 +48,33 @@ def part_of(path: Path, write: Callable[[BinaryIO], object]) -> Iterator[Path]:
         raise
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder that takes the place of `path`, and of the files in it, once it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for name in os.listdir(path.parent):  # what killed processes left
+        left = re.fullmatch(rf"\.{re.escape(path.name)}\.([0-9]{{1,9}})\.part", name, re.DOTALL)
+        if left and not _lives(int(left[1])):
+            shutil.rmtree(path.with_name(name), ignore_errors=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part.mkdir()
+    try:
+        yield part
+        for file in path.iterdir() if path.exists() else ():
+            file.unlink()
+        part.rename(path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except OSError as error:
+        return error.errno != errno.ESRCH
+    return True
 
 
 def _clear_parts(folder: Path, *, of: str = ".+") -> None:

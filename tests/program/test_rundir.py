@@ -13,7 +13,7 @@ from pipeline import TINY
 
 import curvssl
 from curvssl.config import UserError
-from curvssl.files import lock, write_atomic, write_bytes, write_json
+from curvssl.files import lock, new_folder, write_atomic, write_bytes, write_json
 from curvssl.rundir import Run, commit, provenance
 
 
@@ -75,6 +75,18 @@ def test_what_a_killed_writer_left_goes_and_what_a_living_one_writes_stays(tmp_p
     write_atomic(tmp_path / "x.npy", write)
     assert (tmp_path / "x.npy").read_bytes() == b"alive"
     assert all(other.exists() for other in others)
+
+
+def test_a_folder_that_a_killed_process_left_half_made_goes_and_that_of_a_living_one_stays(tmp_path: Path):
+    dead, alive = (tmp_path / f".export.{process}.part" for process in (2**22 + 1, os.getppid()))  # above all numbers
+    for folder in (dead, alive, tmp_path / "export"):
+        folder.mkdir()
+        (folder / "old").touch()
+    with new_folder(tmp_path / "export") as part:
+        (part / "new").touch()
+        assert (tmp_path / "export" / "old").exists()
+    assert [file.name for file in (tmp_path / "export").iterdir()] == ["new"]
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == [alive.name, "export"]
 
 
 def test_a_run_remembers_its_configuration(tmp_path: Path):
