@@ -48,14 +48,14 @@ from tqdm import tqdm
 from curvssl.cli import main as curvssl
 from curvssl.config import AugmentConfig, demo
 from curvssl.data import named, sources
-from curvssl.evaluate import maps
+from curvssl.evaluate import features, maps
 from curvssl.files import write_json
 from curvssl.paper import studies
-from curvssl.rundir import provenance
+from curvssl.rundir import Run, provenance
 
 for needed in ("train.loop", "evaluate.runs", "report.collect", "report.seen", "paper.reproduce", "verify", "models"):
     importlib.import_module(f"curvssl.{needed}")  # here, and not in every fork
-for needed in ("safetensors.torch", "sklearn.metrics", "torch.utils.tensorboard", "tqdm", "curvssl.outliers"):
+for needed in ("safetensors.torch", "sklearn.metrics", "torch.utils.tensorboard", "torchvision", "curvssl.outliers"):
     importlib.import_module(needed)
 
 PATIENCE = 120  # seconds; a command of this world takes two
@@ -187,7 +187,14 @@ COMMANDS: dict[str, tuple[list[str], Callable[[Path, Outcome], str]]] = {
     "quality": (["quality", "run"], made("run/quality.json")),
     "map": (["map", "run"], made("run/map-h-all.npz")),
     "inspect": (["inspect", "run"], made("run/inspect.json")),
-    "export": (["export", "run", "--to", "hub-folder", "--out", "hub"], made("hub/encoder.safetensors")),
+    "finetune": (["finetune", "run", "--labels", "2", "--draws", "1"], made("run/finetune.json")),
+    "search": (["search", "run", "images/dark/00.png", "--in", "others", "--out", "s.json"], made("s.json")),
+    "export": (
+        ["export", "run", "--to", "hub-folder", "--out", "hub"],
+        made("hub/encoder.safetensors", "hub/README.md"),
+    ),
+    "embed by an export": (["embed", "hub", "images", "--out", "e.npz"], made("e.npz")),
+    "verify an export": (["verify", "hub"], said),
     "compare": (["compare", "run"], said),
     "embed": (["embed", "run", "images", "--out", "e.npz"], made("e.npz")),
     "embed a pack": (["embed", "run", "images.npy", "--out", "e.npz"], made("e.npz")),
@@ -200,7 +207,8 @@ COMMANDS: dict[str, tuple[list[str], Callable[[Path, Outcome], str]]] = {
     "reproduce": (["reproduce", "--study", "tiny"], made("results/tiny/tiny-vicreg-seed0.json")),
     "data": (["data", "tiny"], said),
 }
-EVALUATE = ("probe", "quality", "map", "inspect", "export", "embed", "report")
+EVALUATE = ("probe", "quality", "map", "inspect", "search", "export", "embed", "report")
+EXPORT = ("embed by an export", "verify an export")
 READERS: dict[str, tuple[str, ...]] = {  # which commands read which file
     "run/config.json": ("pretrain", "compare", "verify", *EVALUATE),
     "run/data.json": ("pretrain", "verify", *EVALUATE),
@@ -217,6 +225,14 @@ READERS: dict[str, tuple[str, ...]] = {  # which commands read which file
     "run/inspect.json": ("report", "verify"),
     "run/map-h-all.npz": ("report", "verify"),
     "run/views.npz": ("report", "verify"),
+    "run/finetune.json": ("finetune", "export", "verify"),
+    "run/FEATURES IN ANOTHER FOLDER": ("search", "verify"),
+    "run/map-h-all.png": ("verify",),
+    "hub/config.json": EXPORT,
+    "hub/data.json": EXPORT,
+    "hub/export.json": EXPORT,
+    "hub/manifest.json": EXPORT,
+    "hub/encoder.safetensors": EXPORT,
     "stopped/config.json": ("resume",),
     "stopped/data.json": ("resume",),
     "stopped/manifest.json": ("resume",),
@@ -279,6 +295,10 @@ def build(world: Path, *, short: bool) -> None:
         done("map", name)
         done("inspect", name)
         done("report", name, "--out", f"{name}.html")
+        done(*["search", name, *COMMANDS["search"][0][2:]])
+        done(*["finetune", name, *COMMANDS["finetune"][0][2:]])
+    if not short:
+        done(*COMMANDS["export"][0])
     done(*COMMANDS["probe" if short else "reproduce"][0])
     for file in (*world.glob("other/checkpoint-*.pt"), *world.glob("runs/**/checkpoint-*.pt")):
         file.unlink()  # they are not needed, and each case copies the world
@@ -334,6 +354,8 @@ def damaged_file(name: str, world: Path) -> Path:
     if name in ("stopped/OLDER", "stopped/NEWER"):
         points = sorted((world / "stopped").glob("checkpoint-*.pt"), key=lambda file: int(file.stem.split("-")[1]))
         return points[-2 if name.endswith("OLDER") else -1]
+    if name == "run/FEATURES IN ANOTHER FOLDER":
+        return next((world / "run").glob("features-in-*.npz"), world / name)
     return world / name
 
 
@@ -379,6 +401,8 @@ def corrupt(world: Path, expected: dict[str, str], *, cases: int, draw: random.R
             same = ended.code == 0 and result(place, ended) == expected[command]
             verdict = judged(ended, same, file)
         found.append({"file": name, "damage": kind, "command": command, "verdict": verdict})
+        if not (i + 1) % 100:
+            print(f"{i + 1} of {cases} cases", flush=True)
         if verdict not in GOOD:
             print(f"{name}, {kind}, {command}: {verdict}\n{ended.err[-1500:]}", flush=True)
     return found
@@ -442,9 +466,8 @@ def killed(world: Path, name: str, *, kills: int, draw: random.Random) -> dict[s
                 for pid in victims:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(pid, signal.SIGKILL)
-                outcomes = ended(
-                    name, pids, place, patience=15
-                )  # a rank without its peer ends soon, or torchrun ends it
+                # A rank without its peer ends soon, or torchrun ends it.
+                outcomes = ended(name, pids, place, patience=15)
                 done += sum(one.code == -signal.SIGKILL for one in outcomes)
                 if all(one.code == 0 for one in outcomes) or done >= kills:
                     break
@@ -559,6 +582,40 @@ def together(world: Path, expected: dict[str, str]) -> dict[str, str]:
     return verdicts
 
 
+# ---- how long it takes to compare all files of a run
+
+
+def verified(folder: Path) -> dict[str, Any]:
+    """`curvssl verify` of a run of the usual size, ResNet-18 with features as many as CIFAR-10's, beside sha256sum of
+    the same files: seconds of one core, whatever else it does, of the fastest of five, with the files in memory."""
+    short = ["--dataset", "digits", "--epochs", "1", "--monitor-every", "0", "--checkpoint-seconds", "0"]
+    world = folder / "usual"
+    world.mkdir()
+    ended = run(["pretrain", "--preset", "paper-cifar10", *short, "--batch-size", "256", "--out", "run"], world=world)
+    assert ended.code == 0, ended.err
+    usual = Run.read(world / "run")
+    for split, n in (("train", 50_000), ("test", 10_000)):
+        made = features.Features(h=torch.rand(n, 512), z=torch.rand(n, usual.config.d_z), y=torch.arange(n) % 10)
+        features.save(made, usual, f"features-{split}.npz")
+    names = [str(usual.path / name) for name in usual.manifest.entries()]
+    commands = {
+        "verify": [sys.executable, "-m", "curvssl", "verify", str(usual.path)],
+        "sha256sum": ["sha256sum", *names],
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in commands}
+    for _ in range(5):
+        for name, command in commands.items():
+            before = os.times()
+            subprocess.run(command, check=True, capture_output=True)
+            after = os.times()
+            spent = after.children_user + after.children_system - before.children_user - before.children_system
+            seconds[name].append(spent)
+    size = sum(os.path.getsize(name) for name in names)
+    return {"files": len(names), "megabytes": round(size / 1e6)} | {
+        f"{name}_seconds": round(min(every), 2) for name, every in seconds.items()
+    }
+
+
 # ---- all of it
 
 SHORT = ("pretrain", "resume", "begin", "compare", "verify", "data")
@@ -610,6 +667,7 @@ def main() -> None:
             rest["full or read-only disk"] = full_disks(world, expected, cases=options.kills // 5, draw=draw)
             rest["changed data"] = changed_data(world)
             rest["two processes"] = together(world, expected)
+            rest["verify"] = verified(Path(folder))
     failed = [case for case in cases if case["verdict"] not in GOOD]
     by_file: dict[str, Counter[str]] = {}
     for case in cases:

@@ -55,6 +55,13 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(1)
     except OSError as error:
         fail(f"{error.filename or 'the system'}: {error.strerror or error}")
+    except (RuntimeError, MemoryError) as error:
+        torchs = re.search("out of memory|DefaultCPUAllocator|Storage size calculation overflowed", str(error))
+        if not (torchs or isinstance(error, MemoryError)):
+            raise
+        wanted = re.search(r"(?:Tried|tried|Unable) to allocate ([\d.]+ \w+)", str(error))
+        fail(f"there is not enough memory{f' for {wanted[1]} more' if wanted else ''}: use smaller batches, images or "
+             "networks")  # fmt: skip
 
 
 def speaks() -> bool:
@@ -73,7 +80,8 @@ def fail(line: str) -> None:
 def _parse(arguments: list[str]) -> None:
     for option, value in itertools.pairwise(["", *arguments]):
         if (value == "" and option not in MAY_BE_EMPTY) or (value.startswith("--") and value.endswith("=")):
-            raise UserError(f"{value or option or 'an argument'} is empty: is a variable of the shell not set?")
+            what = value or (option if option.startswith("--") else "an argument")
+            raise UserError(f"{what} is empty: is a variable of the shell not set?")
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -104,7 +112,7 @@ def one_line(box: str) -> str:
 
 def tell_of_bad(path: Path) -> None:
     """One line about the images that could not be read."""
-    if path.exists():
+    if path.is_file():
         n = len(path.read_bytes().splitlines())
         say(f"{n:,} {'image' if n == 1 else 'images'} could not be read and took no part: {path}")
 
@@ -519,7 +527,8 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
                 raise UserError("nothing was given: curvssl verify RUN…")
             for path in paths:
                 n = verify(path, accept=accept)
-                print(f"{path}: {n} {'file is as it was' if n == 1 else 'files are as they were'} written")
+                what = "image" if path.suffix == ".npy" else "file"
+                print(f"{path}: {n} {f'{what} is as it was' if n == 1 else f'{what}s are as they were'} written")
 
         return go
 
@@ -536,10 +545,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
 
             if not runs:
                 raise UserError("no run directory was given: curvssl compare RUN…")
-            different = {run.resolve(): run for run in runs}
-            if len(different) < len(runs):
-                say(f"of {len(runs)} runs {len(runs) - len(different)} were given twice, and count once")
-            print(table(("data", "method", "seeds", *COLUMNS), compare(Run.read(run) for run in different.values())))
+            print(table(("data", "method", "seeds", *COLUMNS), compare(Run.read(run) for run in runs)))
 
         return go
 

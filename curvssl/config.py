@@ -133,6 +133,8 @@ class PretrainConfig(LossSettings):
         for name, value in vars(self).items():
             if isinstance(value, int) and value >= 2**63:  # torch's integers have 64 bits
                 raise UserError(f"{name}={value} needs to be below 2^63")
+            if isinstance(value, float) and 3.4e38 < value < math.inf:  # and its floats here 32
+                raise UserError(f"{name}={value} needs to be below 3.4e38")
         for name, known in CHOICES.items():
             if getattr(self, name) not in (*known, OWN if name == "method" else None):
                 raise unknown(name, getattr(self, name), known)

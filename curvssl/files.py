@@ -1,11 +1,13 @@
 """Atomic writing of files, and a lock that lets only one process at a time use a folder."""
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
 import os
 import re
+import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -28,6 +30,8 @@ def part_of(path: Path, write: Callable[[BinaryIO], object]) -> Iterator[Path]:
     _clear_parts(path.parent, of=re.escape(path.name))
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
+        if path.is_char_device() or path.is_block_device():  # root could replace /dev/null
+            raise OSError(errno.EINVAL, "is a device, not a file", str(path))
         with open(part, "wb") as file:
             with contextlib.suppress(OSError):  # not every file system has locks
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -39,10 +43,38 @@ def part_of(path: Path, write: Callable[[BinaryIO], object]) -> Iterator[Path]:
             os.fsync(file.fileno())
         yield part
     except OSError as error:
-        error.filename = error.filename or str(path)  # a write that fails knows no name
+        if error.filename in (None, part, str(part)):  # a write that fails knows no name
+            error.filename = str(path)
         raise
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder that takes the place of `path`, and of the files in it, once it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for name in os.listdir(path.parent):  # what killed processes left
+        left = re.fullmatch(rf"\.{re.escape(path.name)}\.([0-9]{{1,9}})\.part", name, re.DOTALL)
+        if left and not _lives(int(left[1])):
+            shutil.rmtree(path.with_name(name), ignore_errors=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part.mkdir()
+    try:
+        yield part
+        for file in path.iterdir() if path.exists() else ():
+            file.unlink()
+        part.rename(path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except OSError as error:
+        return error.errno != errno.ESRCH
+    return True
 
 
 def _clear_parts(folder: Path, *, of: str = ".+") -> None:
@@ -98,7 +130,8 @@ def lock(folder: Path, *, waiting: str | None = None) -> Iterator[None]:
     If another process holds it, raise `Busy`; or with `waiting`, print that line and wait for the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as file:
+    file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)  # this does not wait, even if it is a named pipe
+    try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -108,6 +141,8 @@ def lock(folder: Path, *, waiting: str | None = None) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
         _clear_parts(folder)
         yield
+    finally:
+        os.close(file)
 
 
 def say(line: str) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from curvssl.kernels import (
     AnyKernel,
     Kernel,
+    centre,
     directions,
     inverse_root,
     kernel_width,
@@ -212,8 +213,8 @@ def kernel_scores(queries: Tensor, points: Tensor, *, kernel: Kernel, width: Ten
     if kernel.centred:
         # The centre cancels in e_a − e_b, so the local Gram matrix is a submatrix of the points' Gram matrix.
         if queries.shape[1] == points.shape[1] <= GRAM_POINTS:
-            middle = points.detach().mean(1, keepdim=True)
-            gram = kernel(points - middle, points - middle, gamma=width)  # (v, n, n)
+            around = centre(points)
+            gram = kernel(around, around, gamma=width)  # (v, n, n)
             rows = neighbors[..., None].expand(*neighbors.shape, k)  # (v, n, k, k)
             cell = (rows * points.shape[1] + rows.mT).flatten(1)
             local = gram.flatten(1).gather(1, cell).view(rows.shape)

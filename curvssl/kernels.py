@@ -1,7 +1,8 @@
 """Kernels k(a, b) over rows, Eq. (7), (…, n, d) × (…, m, d) → (…, n, m), each with its distance and its width γ.
 
-Squares of the entries have to fit into the dtype, so entries up to 1e18 in float32: beyond, the result may be NaN. The
-cosine needs no such care, and `kernel_curvature` and the losses rescale their points where that changes nothing.
+Squares of the entries have to fit into the dtype, so entries up to 1e18 in float32: beyond, the result may be NaN. A
+value that does not fit is infinite. The cosine needs no such care, and `kernel_curvature` and the losses rescale their
+points where that changes nothing.
 To add a kernel: write a function with the signature of `rbf` and add one line to KERNELS.
 """
 
@@ -119,6 +120,21 @@ def squared_distances(a: Tensor, b: Tensor) -> Tensor:
     return square.clamp_min(0)  # ‖a‖²+‖b‖²−2ab can be negative in float32
 
 
+def doubled_squares(a: Tensor, b: Tensor) -> Tensor:
+    """2‖a_i − b_j‖²; 0 where that is only rounding, so that equal points have no distance."""
+    square = squared_distances(a, b)
+    rounding = 4 * torch.finfo(square.dtype).eps * square.amax((-2, -1), keepdim=True)
+    return 2 * torch.where(square > rounding, square, 0)
+
+
+def centre(x: Tensor) -> Tensor:
+    """Points minus their mean, through which no gradient flows. What a large mean's rounding leaves goes with the
+    second one: it would hide distances from a matrix product."""
+    for _ in range(2):
+        x = x - x.detach().mean(-2, keepdim=True)
+    return x
+
+
 def city_block(a: Tensor, b: Tensor) -> Tensor:
     """‖a_i − b_j‖₁."""
     return torch.cdist(a, b, p=1.0)
@@ -165,7 +181,7 @@ class Kernel:
     gram: Callable[..., Tensor]
     distance: Distance | None = None
     centred: bool = False
-    spread: Distance = lambda a, b: 2 * squared_distances(a, b)
+    spread: Distance = doubled_squares
 
     def __call__(self, a: Tensor, b: Tensor, *, gamma: Tensor | float) -> Tensor:
         return self.gram(a, b, gamma=gamma)
@@ -211,7 +227,7 @@ def check_gamma(gamma: float | str) -> None:
     if isinstance(gamma, str):
         if gamma not in GAMMAS:
             raise ValueError(f"{unknown('gamma', gamma, GAMMAS)}, or a positive number")
-    elif not 0 < gamma < torch.inf:
+    elif not 0 < gamma <= torch.finfo(torch.float32).max:
         raise ValueError(f"gamma={gamma} needs to be a positive number, or 'median', 'scale', 'auto'")
 
 
@@ -234,7 +250,7 @@ def kernel_width(x: Tensor, *, kernel: AnyKernel, gamma: float | str) -> Tensor:
         width = _inverse(x.shape[-1] * x.flatten(1).var(1, correction=0))
     else:
         sample = x[:, :: -(-x.shape[1] // MEDIAN_POINTS)]
-        sample = sample - sample.mean(1, keepdim=True)
+        sample = centre(sample)
         distance = resolve(kernel).spread(sample, sample)
         itself = torch.eye(sample.shape[1], dtype=torch.bool, device=x.device)
         # Medians by row take an eighth of the time of one median over all pairs.

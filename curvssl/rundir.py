@@ -168,10 +168,8 @@ class Run:
 
     def _lines(self) -> list[dict[str, Any] | None]:
         """The rows of all lines, None for one that cannot be read."""
-        try:
-            return [_row(line) for line in (self.path / "metrics.jsonl").read_bytes().splitlines()]
-        except (FileNotFoundError, IsADirectoryError):
-            return []
+        file = self.path / "metrics.jsonl"
+        return [_row(line) for line in file.read_bytes().splitlines()] if file.is_file() else []
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:

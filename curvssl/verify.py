@@ -17,6 +17,8 @@ def verify(path: Path, *, accept: bool = False) -> int:
     as it is, unless it cannot be read.
     """
     if path.suffix == ".json":
+        if path.name.endswith("manifest.json") or path.name in manifest_of(path.parent).entries():
+            raise UserError(f"{path} is a part of a run or a pack, not a result of a study: give the run or the pack")
         if accept:
             write_json(path, seal(parsed(path)))
         sealed(path, remedy="restore it, or delete it and make it again")

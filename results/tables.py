@@ -843,6 +843,7 @@ def of_campaign(table: Callable[[], str]) -> Callable[[], str]:
     return made
 
 
+VERIFY_COLUMNS = {"verify_seconds": "`curvssl verify`, s", "sha256sum_seconds": "`sha256sum`, s"}
 DAMAGE_VERDICTS = {"told": "told", "mended": "mended", "same": "the same", "failed": "failed"}
 
 
@@ -868,6 +869,7 @@ def faults_files() -> str:
     names = {
         "stopped/OLDER": "stopped/checkpoint-*.pt, the older",
         "stopped/NEWER": "stopped/checkpoint-*.pt, the newer",
+        "run/FEATURES IN ANOTHER FOLDER": "run/features-in-*.npz",
     }
     rows = [[f"`{names.get(name, name)}`", *verdict_columns(counts)] for name, counts in sorted(found.items())]
     return markdown(("file", "cases", *DAMAGE_VERDICTS.values()), rows, "faults.json")
@@ -909,6 +911,13 @@ def faults_rest() -> str:
         verdicts = list(found[key].values())
         rows.append([what, str(len(verdicts)), str(verdicts.count("failed"))])
     return markdown(("", "cases", "failed"), rows, "faults.json")
+
+
+@of_campaign
+def faults_verify() -> str:
+    found = read("faults.json")["verify"]
+    row = [f"{found['files']} files, {found['megabytes']} MB", *(f"{found[name]:.2f}" for name in VERIFY_COLUMNS)]
+    return markdown(("a run of the usual size", *VERIFY_COLUMNS.values()), [row], "faults.json")
 
 
 def of_study(name: str) -> Callable[[], str]:
@@ -983,6 +992,7 @@ MADE = (
     faults_files,
     faults_kills,
     faults_rest,
+    faults_verify,
 )
 TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in MADE}
 TABLES |= {f"study-{name}": of_study(name) for name in ("faithful", "literal", "alpha", "recipe", "precision")}

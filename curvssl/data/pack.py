@@ -25,6 +25,8 @@ def pack(folder: Path, out: Path, *, size: int, progress: bool = True) -> tuple[
     the labels next to an array are its own: an earlier pack's are deleted before the array is replaced, and the new
     ones are written after it. A pack without them, which a kill may leave, is refused.
     """
+    if size < 1:
+        raise UserError(f"image_size={size} needs to be 1 or more")
     out = out if out.suffix == ".npy" else out.with_name(out.name + ".npy")
     names = list_images(folder)
     images = framed(folder, names, size=size)

@@ -3,10 +3,7 @@
 Each folder is read back by the program that it is for, and the features of both are compared, before it gets its name.
 """
 
-import os
-import shutil
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +15,7 @@ from torch import Tensor, nn
 from curvssl.config import UserError
 from curvssl.data.views import normalise
 from curvssl.evaluate.card import card
-from curvssl.files import json_bytes, write_bytes
+from curvssl.files import json_bytes, new_folder, write_bytes
 from curvssl.rundir import EXPORTED, ROOTS, Prepare, Run, load_encoder, manifest_of, provenance
 
 CLOSE = 1e-4  # how far features may differ, compared with the largest one, or with 1 if that is smaller
@@ -76,7 +73,8 @@ def export(run: Run, *, to: str, out: Path, half: bool = False, licence: str = "
     if not isinstance(encoder.prepare, Prepare):
         raise UserError(f"{run.path} has no data.json, so mean and standard deviation are not known: pretrain again")
     source = Source(run, encoder, encoder.prepare, half)
-    with new_folder(out, names={*target.names, "README.md"}) as part:
+    check_free(out, names={*target.names, "README.md"})
+    with new_folder(out) as part:
         for name, content in target.files(source).items():
             write_bytes(part / name, content)
         if to == "hub-folder":
@@ -108,21 +106,11 @@ def difference(source: Source, features: Callable[[Source, Path, Tensor], Tensor
     return worst
 
 
-@contextmanager
-def new_folder(out: Path, *, names: set[str]) -> Any:
-    """A folder that is called `out` once it is whole. It replaces an earlier one with these files, and nothing else."""
+def check_free(out: Path, *, names: set[str]) -> None:
+    """An export replaces an earlier one with these files, and nothing else."""
     if out.exists() and (not out.is_dir() or (others := sorted({file.name for file in out.iterdir()} - names))):
         what = f"holds {others[0]}" if out.is_dir() else "is a file"
         raise UserError(f"{out} exists and {what}, which is no part of such an export: use another --out")
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
-    part.mkdir(parents=True)
-    try:
-        yield part
-        for file in out.iterdir() if out.exists() else ():
-            file.unlink()
-        part.rename(out)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 # --- a folder for curvssl ---------------------------------------------------------------------------------------------

@@ -313,11 +313,13 @@ def described(run: Run) -> dict[str, Any]:
 def compare(runs: Iterable[Run]) -> list[list[str]]:
     """One row per group of runs that differ only in their seed: mean ± standard deviation of every probe and of every
     figure of retrieval."""
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, dict[int, Run]] = {}
     for run in runs:
-        groups.setdefault(all_but_the_seed(run.config.to_dict()), []).append(run)
+        first = groups.setdefault(all_but_the_seed(run.config.to_dict()), {}).setdefault(run.config.seed, run)
+        if first is not run:  # the same run, a copy of it, or its exported encoder
+            say(f"{run.path} has the settings and the seed of {first.path}, and does not count again")
     rows = []
-    for members in groups.values():
+    for members in (list(by_seed.values()) for by_seed in groups.values()):
         config = members[0].config
         probed = [run.read_json("probes.json") for run in members]
         missing = [str(run.path) for run, probes in zip(members, probed, strict=True) if not probes]

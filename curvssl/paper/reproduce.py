@@ -65,6 +65,8 @@ def run_study(
 
     After `minutes` the running training writes a checkpoint and stops.
     """
+    if minutes is not None and not 0 < minutes < 1e6:
+        raise UserError(f"minutes={minutes} needs to be above 0, and below a million")
     study, todo = study_of(name), to_do(name, results=results, only=only)
     if torch.cuda.is_available():  # several processes may share a device, and their CPU threads would compete
         torch.set_num_threads(2)

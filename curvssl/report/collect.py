@@ -28,6 +28,7 @@ from curvssl.evaluate.runs import (
     sampled,
     shown_split,
 )
+from curvssl.files import say
 from curvssl.geometry import nearest_neighbors
 from curvssl.kernels import unit
 from curvssl.losses import Curvature
@@ -57,7 +58,10 @@ def report(runs: Sequence[Path], out: Path, *, source: str = "auto", print_to: P
 
     With `print_to`, the figures of every run that has a map are written there, one folder per run.
     """
-    opened = [Run.read(path) for path in runs]
+    different = {path.resolve(): path for path in runs}
+    if len(different) < len(runs):
+        say(f"of {len(runs)} runs {len(runs) - len(different)} were given twice, and are shown once")
+    opened = [Run.read(path) for path in different.values()]
     for run in opened:
         run.need_projector()
     configs = [RunData(str(run.path), run.config.to_dict(), {}, [], {}) for run in opened]

@@ -175,8 +175,10 @@ def test_commands_take_an_exported_folder_in_the_place_of_a_run(
     np.save(tmp_path / "images.npy", load("digits").test.images.pixels[:50, 0].numpy())
     main(["embed", str(halved), str(tmp_path / "images.npy"), "--out", str(tmp_path / "f.npz")])
     assert capsys.readouterr().out.strip() == f"{tmp_path / 'f.npz'}: h (50, 128)"  # and no z
-    main(["compare", str(run.path), str(halved)])
-    assert capsys.readouterr().out.splitlines()[-1].split()[:3] == ["digits", "VICReg", "2"]
+    main(["compare", str(halved), str(run.path)])
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-1].split()[:3] == ["digits", "VICReg", "1"]
+    assert f"{run.path} has the settings and the seed of {halved}, and does not count again" in said.err
     main(["export", str(halved), "--to", "hub-folder", "--half", "--out", str(tmp_path / "again")])
     weights = [(path / "encoder.safetensors").read_bytes() for path in (halved, tmp_path / "again")]
     assert weights[0] == weights[1]

@@ -1,6 +1,7 @@
 """Evaluation of run directories: features, probes, comparisons, maps."""
 
 import dataclasses
+import shutil
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,10 +112,15 @@ def test_runs_that_differ_in_their_seed_alone_are_one_row_with_mean_and_deviatio
     assert header.split() == ["data", "method", "seeds", *PROBES, *RETRIEVAL]
     assert set(rule) == {"─"}
     assert row.split() == ["digits", "VICReg", "2", *" ".join(cells).split()]
-    main(["compare", str(runs[0].path), str(runs[0].path / ".." / runs[0].path.name)])  # the same run twice
+
+
+def test_a_run_and_its_copy_are_one_seed(runs: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    again, copy = runs[0].path / ".." / runs[0].path.name, shutil.copytree(runs[0].path, tmp_path / "copy")
+    main(["compare", str(runs[0].path), str(again), str(copy)])
     said = capsys.readouterr()
     assert said.out.splitlines()[-1].split()[:3] == ["digits", "VICReg", "1"]
-    assert "1 were given twice, and count once" in said.err
+    assert "±" not in said.out
+    assert said.err.count(f"has the settings and the seed of {runs[0].path}, and does not count again") == 2
 
 
 def test_other_settings_are_another_row(runs: list[Run], tmp_path: Path):
@@ -125,7 +131,7 @@ def test_other_settings_are_another_row(runs: list[Run], tmp_path: Path):
 
 def test_a_run_without_results_is_named(runs: list[Run], tmp_path: Path):
     with pytest.raises(UserError, match=f"not probed yet: {tmp_path}; run curvssl probe"):
-        evaluate.compare([runs[0], Run.create(tmp_path, ONCE)])
+        evaluate.compare([runs[0], Run.create(tmp_path, dataclasses.replace(ONCE, seed=7))])
 
 
 def test_embed_gives_an_arrays_features(runs: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -165,8 +171,9 @@ def test_a_spread_over_one_value_is_the_value():
 def test_a_run_that_was_probed_before_there_was_a_probe_is_compared_by_the_others(runs: list[Run], tmp_path: Path):
     probed = runs[0]
     known = probed.read_json("probes.json")
-    for name, kept in (("old", {"linear": known["linear"]}), ("new", known)):
-        Run.create(tmp_path / name, probed.config).keep_json("probes.json", kept, by="")
+    for seed, (name, kept) in enumerate((("old", {"linear": known["linear"]}), ("new", known))):
+        config = dataclasses.replace(probed.config, seed=seed)
+        Run.create(tmp_path / name, config).keep_json("probes.json", kept, by="")
     (row,) = evaluate.compare([Run.read(tmp_path / "old")])
     assert row[3:] == [f"{known['linear']['mean']:.1f}", *6 * ["–"]]
     (row,) = evaluate.compare(Run.read(tmp_path / name) for name in ("old", "new"))

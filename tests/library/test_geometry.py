@@ -252,6 +252,15 @@ def test_float32_scores_are_the_same_to_the_last_bit_at_every_power_of_two(power
             torch.testing.assert_close(scaled * 2.0**power, near, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("number", [1.1e24, 3.3e24, -6.9586e24])
+def test_a_column_that_is_the_same_for_all_points_changes_nothing_however_large(number: float) -> None:
+    x = normal(9, 2)
+    wide = torch.cat((torch.full((9, 1), number, dtype=x.dtype), x), 1)
+    for kernel in ("rbf", "laplacian", "linear"):
+        scores = [kernel_curvature(points, k=6, kernel=kernel) for points in (x, wide)]
+        torch.testing.assert_close(*scores, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("measure", [nearest_neighbors, curvature, kernel_curvature])
 @pytest.mark.parametrize(
     ("x", "words"),

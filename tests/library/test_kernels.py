@@ -122,6 +122,12 @@ def test_gamma_median_of_the_laplacian_is_one_over_the_median_city_block_distanc
     np.testing.assert_allclose(width(x, gamma="median", kernel="laplacian"), expected)
 
 
+def test_gamma_median_is_one_if_most_points_are_equal() -> None:
+    for x in normal(60, 12, 6):  # a matrix product leaves 1e-16 between equal points, in some of these sets
+        twins = torch.cat((x[:5], x[5:6].expand(7, -1)))[torch.randperm(12)]
+        np.testing.assert_array_equal(width(twins[None], gamma="median", kernel="polynomial"), [1])
+
+
 def test_gamma_median_looks_at_evenly_spaced_points_of_a_large_set() -> None:
     x = normal(1, 2 * MEDIAN_POINTS + 2, 2)
     every_third = x[:, ::3]

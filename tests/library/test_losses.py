@@ -367,6 +367,8 @@ def test_unknown_kernel_and_gamma_are_told_when_the_loss_is_made() -> None:
         match=r"unknown gamma 'mean'; did you mean 'median'\? known: median, scale, auto, or a positive number",
     ):
         KernelCurvSSLLoss(gamma="mean")
+    with pytest.raises(ValueError, match=r"gamma=1e\+300 needs to be a positive number"):  # float32 has none so large
+        KernelCurvSSLLoss(gamma=1e300)
 
 
 # ---- compiled, captured ----

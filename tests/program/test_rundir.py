@@ -13,7 +13,7 @@ from pipeline import TINY
 
 import curvssl
 from curvssl.config import UserError
-from curvssl.files import lock, write_atomic, write_bytes, write_json
+from curvssl.files import lock, new_folder, write_atomic, write_bytes, write_json
 from curvssl.rundir import Run, commit, provenance
 
 
@@ -29,6 +29,16 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_part(tmp_path: Path):
         write_atomic(file, fail)
     assert file.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_write_that_cannot_be_names_the_file_and_a_device_is_not_replaced(tmp_path: Path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match=r"Is a directory: '[^']*/folder'"):
+        write_bytes(tmp_path / "folder", b"new")
+    (tmp_path / "null").symlink_to("/dev/null")
+    with pytest.raises(OSError, match="is a device, not a file"):
+        write_bytes(tmp_path / "null", b"new")
+    assert (tmp_path / "null").is_char_device()
 
 
 def test_a_disk_that_is_full_while_a_checkpoint_is_written_is_the_systems_error_with_the_files_name(tmp_path: Path):
@@ -65,6 +75,18 @@ def test_what_a_killed_writer_left_goes_and_what_a_living_one_writes_stays(tmp_p
     write_atomic(tmp_path / "x.npy", write)
     assert (tmp_path / "x.npy").read_bytes() == b"alive"
     assert all(other.exists() for other in others)
+
+
+def test_a_folder_that_a_killed_process_left_half_made_goes_and_that_of_a_living_one_stays(tmp_path: Path):
+    dead, alive = (tmp_path / f".export.{process}.part" for process in (2**22 + 1, os.getppid()))  # above all numbers
+    for folder in (dead, alive, tmp_path / "export"):
+        folder.mkdir()
+        (folder / "old").touch()
+    with new_folder(tmp_path / "export") as part:
+        (part / "new").touch()
+        assert (tmp_path / "export" / "old").exists()
+    assert [file.name for file in (tmp_path / "export").iterdir()] == ["new"]
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == [alive.name, "export"]
 
 
 def test_a_run_remembers_its_configuration(tmp_path: Path):
@@ -173,6 +195,14 @@ def test_a_damaged_line_of_metrics_costs_that_line_alone(tmp_path: Path, capsys:
     assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == damaged
 
 
+def test_a_named_pipe_called_metrics_keeps_nobody_waiting(tmp_path: Path):
+    run = Run.create(tmp_path, TINY)
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert run.metrics() == []
+    run.rewind_metrics(20, rows=[{"step": 20}])
+    assert run.metrics() == [{"step": 20}]
+
+
 def test_a_file_that_is_no_checkpoint_by_its_name_is_the_users_own(tmp_path: Path):
     run = Run.create(tmp_path, TINY)
     run.save_checkpoint({"step": 3})
@@ -211,6 +241,10 @@ def test_one_process_at_a_time_holds_a_run(tmp_path: Path):
     with lock(tmp_path), pytest.raises(UserError, match="another process trains in"), lock(tmp_path):
         pass
     with lock(tmp_path):
+        pass
+    (tmp_path / "lock").unlink()
+    os.mkfifo(tmp_path / "lock")  # which would keep a writer waiting for a reader
+    with lock(tmp_path), pytest.raises(UserError, match="another process trains in"), lock(tmp_path):
         pass
 
 

@@ -870,7 +870,7 @@ def test_pictures_are_png_and_pdf(grid: RunData, tmp_path: Path) -> None:
                 assert image.size[0] >= 1000
 
 
-def test_a_run_directory_becomes_a_page(browser: Any, tmp_path: Path) -> None:
+def test_a_run_directory_becomes_a_page(browser: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Everything from training to the page, except UMAP, which takes longer than all the rest."""
     import torch
 
@@ -890,7 +890,8 @@ def test_a_run_directory_becomes_a_page(browser: Any, tmp_path: Path) -> None:
     made = pretrain(config, out=tmp_path / "run", progress=False)
     probe(made, seeds=(0,), floors=False)
     maps.save(torch.rand(360, 2, generator=torch.Generator().manual_seed(0)), made, "map-h-test.npz")
-    page = report([made.path], tmp_path / "report.html")
+    page = report([made.path, made.path / ".." / "run"], tmp_path / "report.html")
+    assert "1 were given twice, and are shown once" in capsys.readouterr().err
     kept = {path: path.stat().st_mtime_ns for path in made.path.iterdir()}
     found = collect(made)
     assert {path: path.stat().st_mtime_ns for path in made.path.iterdir()} == kept  # nothing is computed twice
