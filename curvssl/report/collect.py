@@ -83,6 +83,7 @@ def collect(run: Run, *, source: str = "auto", points: bool = True) -> RunData:
         "provenance": run.read_json("provenance.json"),
         "metrics": run.metrics(),
         "probes": probes,
+        "quality": run.read_json("quality.json"),
     }
     if not points:
         return RunData(**numbers)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from curvssl.config import UserError, all_but_the_seed
-from curvssl.evaluate.quality import not_learning
+from curvssl.evaluate.quality import ADVICE, not_learning
 from curvssl.files import write_atomic
 from curvssl.methods import title_of
 
@@ -79,6 +79,7 @@ class RunData:
     probes: dict[str, Any]  # probes.json
     points: Points | None = None
     pictured: Pictured | None = None
+    quality: dict[str, Any] | None = None  # quality.json
     seen: Columns | None = None  # some images and all views of them
     findings: dict[str, Any] | None = None  # what `curvssl inspect` found, in rows of `pictured`
 
@@ -248,10 +249,11 @@ def payload(runs: Sequence[RunData]) -> dict[str, Any]:
             "provenance": {"run": run.name} | run.provenance,
             "probes": run.probes,
             "metrics": columns(run.metrics),
-            "warning": not_learning(run.metrics, d_z=run.config.get("d_z", 1)),
+            "warning": f"{why}: {ADVICE}" if (why := not_learning(run.metrics, d_z=run.config.get("d_z", 1))) else "",
             "split": 0,
             "points": None,
             "findings": run.findings,
+            "quality": run.quality or None,
         }
         if i in mapped and run.points is not None and run.pictured is not None:
             key = run.pictured.key()
