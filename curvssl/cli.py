@@ -546,7 +546,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
                 raise UserError("no run directory was given: curvssl compare RUN…")
             different = {run.resolve(): run for run in runs}
             if len(different) < len(runs):
-                say(f"of {len(runs)} runs {len(runs) - len(different)} were given twice, and count once")
+                say(f"some of the {len(runs)} runs are the same: each counts once")
             print(table(("data", "method", "seeds", *COLUMNS), compare(Run.read(run) for run in different.values())))
 
         return go

@@ -28,6 +28,7 @@ from curvssl.evaluate.runs import (
     sampled,
     shown_split,
 )
+from curvssl.files import say
 from curvssl.geometry import nearest_neighbors
 from curvssl.kernels import unit
 from curvssl.losses import Curvature
@@ -75,6 +76,7 @@ def collect(run: Run, *, source: str = "auto", points: bool = True) -> RunData:
     labelled = data.train.labels is not None and data.test.labels is not None
     probes, judgements = run.stored_json("probes.json"), run.stored_arrays(PREDICTIONS) if labelled else None
     if labelled and not (probes and judgements):
+        say(f"{run.path} has not been probed yet: doing it now, as curvssl probe does")
         probes = probe(run, source=source)
         judgements = run.stored_arrays(PREDICTIONS)
     numbers: dict[str, Any] = {

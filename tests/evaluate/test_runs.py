@@ -114,7 +114,7 @@ def test_runs_that_differ_in_their_seed_alone_are_one_row_with_mean_and_deviatio
     main(["compare", str(runs[0].path), str(runs[0].path / ".." / runs[0].path.name)])  # the same run twice
     said = capsys.readouterr()
     assert said.out.splitlines()[-1].split()[:3] == ["digits", "VICReg", "1"]
-    assert "1 were given twice, and count once" in said.err
+    assert "some of the 2 runs are the same: each counts once" in said.err
 
 
 def test_other_settings_are_another_row(runs: list[Run], tmp_path: Path):
