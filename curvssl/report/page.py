@@ -63,7 +63,8 @@ class Pictured:
     total: int = 0  # images in the split, if more than N
 
     def key(self) -> str:
-        parts = [self.images, self.labels, self.index]
+        """The same for the same images. Runs of other sizes read the same files to other canvases."""
+        parts = [None if self.files else self.images, self.labels, self.index]
         digest = hashlib.sha256(json.dumps([self.name, self.classes, self.files]).encode())
         for part in parts:
             digest.update(b"-" if part is None else np.ascontiguousarray(part).data)
@@ -257,7 +258,8 @@ def payload(runs: Sequence[RunData]) -> dict[str, Any]:
         }
         if i in mapped and run.points is not None and run.pictured is not None:
             key = run.pictured.key()
-            if key not in splits:
+            n, _, height, width = run.pictured.images.shape
+            if key not in splits or splits[key]["side"] < thumbnail_side(n, height, width):
                 splits[key] = _split(run.pictured)
             entry |= {"split": list(splits).index(key), "points": _points(run.points, run.pictured)}
         entries.append(finite(entry))

@@ -636,6 +636,7 @@ def test_a_drag_across_a_chart_zooms_all_of_them_and_a_click_enlarges_one(page: 
     page.page.click("#all-epochs")
     assert page.page.input_value("#to-epoch") == "20"
     page.page.click("[data-key=rho] svg")
+    assert all(name in page.page.inner_text("dialog .readout") for name in ("CurvSSL", "Barlow Twins"))
     assert page.page.locator("dialog[open] [data-key=rho] svg").bounding_box()["width"] > 2 * box["width"]
     page.page.keyboard.press("Escape")
     assert not page.page.is_visible("dialog")
@@ -753,6 +754,16 @@ def test_runs_on_different_images_do_not_link(browser: Any, grid: RunData, tmp_p
     assert opened.page.evaluate("choices.map((choice) => [...choice.hidden])") == [[], [0]]
     assert opened.complaints == []
     opened.context.close()
+
+
+def test_runs_of_other_sizes_on_the_same_files_are_linked_and_show_the_larger_thumbnails() -> None:
+    of = dataclasses.replace(pictured(30), files=tuple(f"{i}.png" for i in range(30)))
+    larger = dataclasses.replace(of, images=of.images.repeat(2, 2).repeat(2, 3))
+    for order in ((of, larger), (larger, of)):
+        made = payload([run(method, one) for method, one in zip(("curvssl", "vicreg"), order, strict=True)])
+        assert ([one["split"] for one in made["runs"]], [one["side"] for one in made["splits"]]) == ([0, 0], [16])
+    renamed = dataclasses.replace(larger, files=tuple(f"{i}.jpg" for i in range(30)))
+    assert len(payload([run("curvssl", of), run("vicreg", renamed)])["splits"]) == 2
 
 
 def test_with_many_runs_the_reader_picks_two(browser: Any, grid: RunData, other: RunData, tmp_path: Path) -> None:
