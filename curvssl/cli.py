@@ -113,8 +113,11 @@ def one_line(box: str) -> str:
 def tell_of_bad(path: Path) -> None:
     """One line about the images that could not be read."""
     if path.is_file():
-        n = len(path.read_bytes().splitlines())
-        say(f"{n:,} {'image' if n == 1 else 'images'} could not be read and took no part: {path}")
+        say(f"{could_not_be_read(len(path.read_bytes().splitlines()))}: {path}")
+
+
+def could_not_be_read(n: int) -> str:
+    return f"{n:,} {'image' if n == 1 else 'images'} could not be read and took no part"
 
 
 def value_of(option: str, arguments: list[str]) -> str:
@@ -128,16 +131,18 @@ def value_of(option: str, arguments: list[str]) -> str:
 
 
 def defaults_in(arguments: list[str]) -> PretrainConfig:
-    """The defaults of the flags: those of the preset, whose warm-up is shortened with a run that is shorter than it."""
+    """The defaults of the flags: those of the preset. Its warm-up is shortened with a run of which it would be more
+    than half."""
     preset, epochs = value_of("--preset", arguments), value_of("--epochs", arguments)
     if preset and preset not in PRESETS:
         raise unknown("preset", preset, PRESETS)
     preset = preset or "default"
     defaults = PRESETS[preset]()
-    if epochs.isdecimal() and 0 < int(epochs) < defaults.warmup_epochs and not value_of("--warmup-epochs", arguments):
+    long = epochs.isdecimal() and 0 < int(epochs) < 2 * defaults.warmup_epochs
+    if long and not value_of("--warmup-epochs", arguments):
         share = defaults.warmup_epochs / defaults.epochs
         warmup = round(share * int(epochs), 2)
-        say(f"the warm-up of {preset}, {defaults.warmup_epochs:g} epochs, is longer than this run: using {warmup:g}")
+        say(f"the warm-up of {preset}, {defaults.warmup_epochs:g} epochs, is long for this run: using {warmup:g}")
         defaults = dataclasses.replace(defaults, epochs=int(epochs), warmup_epochs=warmup)
     return defaults
 
@@ -184,7 +189,8 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
             last = run.metrics()[-1]
             knn = f", kNN {last['knn']:.1f} %" if "knn" in last else ""
             after = "probe" if run.read_json("data.json").get("classes") else "map"
-            print(f"{run.path}: {last['epoch']} epochs, loss {last['loss']:.4g}{knn}; next: curvssl {after} {run.path}")
+            epochs = "1 epoch" if last["epoch"] == 1 else f"{last['epoch']} epochs"
+            print(f"{run.path}: {epochs}, loss {last['loss']:.4g}{knn}; next: curvssl {after} {run.path}")
             tell_of_bad(run.path / "bad-images.txt")
 
         return go
@@ -366,6 +372,9 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
                 print(printable(f"like {query['image']}, among {len(collection):,} images of {collection.name}:"))
                 for one in query["found"]:
                     print(f"  {one['similarity']:.4f}  {printable(one['name'])}{'  (same pixels)' * one['same']}")
+            if collection.unreadable:
+                asked = f"{run} --in {in_}" if in_ else str(run)
+                say(f"{could_not_be_read(len(collection.unreadable))}: curvssl inspect {asked} names them")
             sections = []
             if any(file.suffix.lower() != ".json" for file in out):
                 seen = query_pixels(here, images, side=sheet.SIDE).numpy()

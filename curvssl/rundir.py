@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -405,7 +406,7 @@ def provenance(*, device: str) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "curvssl"), *sys.argv[1:]]),
         "commit": commit(),
         "versions": versions,
         "device": device,

@@ -36,6 +36,7 @@ class Images:
 
     rows: Tensor  # int64 (N,): numbers of these images in the source
     bad: Bad = field(default_factory=dict, kw_only=True)  # all images of the source that could not be read so far
+    bearable: float = field(default=BAD_SHARE, kw_only=True)  # share of the source that may be unreadable
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -129,7 +130,7 @@ class Images:
         """Record unreadable images; too many are an error."""
         if bad:
             self.bad.update(bad)
-            check_share(len(self.bad), self.source_size, example=next(iter(bad.values())))
+            check_share(len(self.bad), self.source_size, example=next(iter(bad.values())), bearable=self.bearable)
 
     def exchange_bad(self) -> Bad:
         """The images that any rank could not read so far, now known to all ranks. All ranks must call it."""
@@ -255,10 +256,14 @@ def blank(shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8).view(shape)
 
 
-def check_share(bad: int, n: int, *, example: str) -> None:
-    if bad > BAD_SHARE * n:
-        raise UserError(
-            f"{bad:,} of {n:,} images cannot be read, more than the {BAD_SHARE:.0%} that are skipped (the last: "
+class Unreadable(UserError):
+    """Too many images cannot be read."""
+
+
+def check_share(bad: int, n: int, *, example: str, bearable: float = BAD_SHARE) -> None:
+    if bad > bearable * n:
+        raise Unreadable(
+            f"{bad:,} of {n:,} images cannot be read, more than the {bearable:.0%} that are skipped (the last: "
             f"{example}): mend or remove them"
         )
 

@@ -5,8 +5,7 @@ from typing import Any
 
 from curvssl.evaluate.finetune import FILE as FINETUNE
 from curvssl.evaluate.finetune import WAYS, finetune_rows
-from curvssl.evaluate.probes import PROBES
-from curvssl.evaluate.runs import probe_rows
+from curvssl.evaluate.runs import COLUMNS, probe_rows
 from curvssl.methods import title_of
 from curvssl.rundir import Prepare, Run
 
@@ -126,8 +125,8 @@ def numbers(run: Run) -> list[str]:
     if probes := run.read_json("probes.json"):
         floors = {name: probes.pop(name) for name in ("raw pixels", "random encoder") if name in probes}
         rows = probe_rows({"this encoder": probes} | floors)
-        parts += [f"## Accuracy of probes\n\nIn percent of the test images of {run.config.dataset}.\n"]
-        parts += [markdown(("", *PROBES), rows)]
+        parts += [f"## Accuracy of probes, and retrieval\n\nIn percent, of the test images of {run.config.dataset}.\n"]
+        parts += [markdown(("", *COLUMNS), rows)]
     if results := run.read_json(FINETUNE):
         parts += ["## Accuracy with few labels\n\nIn percent of the test images, over several draws of labels.\n"]
         parts += [markdown(("labels", "number", *WAYS), finetune_rows(results))]

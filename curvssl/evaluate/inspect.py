@@ -32,6 +32,7 @@ PRINTED = 5  # of each kind, on the console
 MANY = 20_000  # images, above which a line says that it takes time
 LISTED = 100  # outliers in the result; the CSV file has all images
 REFERENCE = 5_000  # outliers of a larger set are sought among every second, third, … row: time grows as N · REFERENCE
+QUIET = 0.01  # of the typical deviation of a feature: one that varies less is almost constant
 RISKY = tuple("=+-@\t\r")  # a spreadsheet takes a cell that begins so for a formula
 
 
@@ -164,11 +165,20 @@ def outlier_scores(h: Tensor) -> tuple[np.ndarray, float]:
     """How far out each row of h lies, (N,), and from which score on it is an outlier.
 
     It is the default score of the detector, among at most REFERENCE rows: 1 for the median image, high for outliers.
+    Features are standardised first, as the detector asks: the few with the largest spread would decide alone.
     """
     from curvssl.outliers import CurvatureOutlierDetector  # with scikit-learn, which takes long to import
 
-    detector = CurvatureOutlierDetector().fit(h[:: -(-len(h) // REFERENCE)].numpy())
-    return -detector.score_samples(h.numpy()), -float(detector.offset_)
+    x = standardised(h).numpy()
+    detector = CurvatureOutlierDetector().fit(x[:: -(-len(x) // REFERENCE)])
+    return -detector.score_samples(x), -float(detector.offset_)
+
+
+def standardised(h: Tensor) -> Tensor:
+    """Each feature with mean 0 and deviation 1, (n, d) in float64; one that hardly varies is not blown up."""
+    x = h.double() - h.double().mean(0)
+    spread = x.square().mean(0).sqrt()
+    return x / spread.clamp_min(QUIET * spread.square().mean().sqrt()).clamp_min(1e-300)
 
 
 def typical(h: Tensor, *, among: Tensor) -> dict[int, int]:

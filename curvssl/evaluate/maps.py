@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from curvssl.config import UserError
-from curvssl.files import printable, write_atomic
+from curvssl.files import printable, say, write_atomic
 from curvssl.rundir import Run
 
 N_NEIGHBORS = 15  # the paper's
 MIN_DIST = 0.1  # the paper's
+MANY = 30_000  # images, above which a line says that a map takes time
 DPI = 200
 LETTERS = 32  # of a class's name in a legend
 # Matthew Petroff's ten colours: distinct in the common forms of colour blindness, and equally visible on white.
@@ -35,6 +36,8 @@ def umap(features: Tensor, *, seed: int = 0) -> Tensor:
         raise UserError(f"a map needs at least 4 images, got {n}")
     if not features.isfinite().all():
         raise UserError("the features hold NaN or infinity, so there is no map of them: the encoder diverged")
+    if n > MANY:
+        say(f"drawing a map of {n:,} images, which takes minutes")
     threads = torch.get_num_threads()
     with warnings.catch_warnings():
         # UMAP warns on import that TensorFlow is missing, which is not used here. With few points it warns that it

@@ -286,7 +286,9 @@ def verdict(found: Mapping[str, float], untrained: Mapping[str, float], *, h: Te
     if found["lidar"] < GAIN * untrained["lidar"] or found["rankme"] < untrained["rankme"]:
         return f"hardly better than before training: {beside}; train longer, or {ADVICE}"
     if found["rankme"] < LOW_RANK * most:
-        return f"low rank: few directions are used, {beside}; try a higher --lambda-emb or --covariance"
+        return (
+            f"low rank: few directions are used, {beside}; train longer, or try a higher --lambda-emb or --covariance"
+        )
     return f"healthy: {beside}"
 
 

@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvssl import ranks
+from curvssl.collectives import world_size
 from curvssl.config import UserError
 from curvssl.data.arrays import ArrayImages
 from curvssl.data.decode import decode, is_image
 from curvssl.data.folders import FolderImages, canvas_of, states
-from curvssl.data.images import DecodedImages, Images, TensorImages, why
+from curvssl.data.images import DecodedImages, Images, TensorImages, Unreadable, why
 from curvssl.data.named import PREFIXES
 from curvssl.evaluate import features
 from curvssl.evaluate.features import Features
@@ -174,9 +175,10 @@ def collection_of(run: Run, where: Path | None = None, *, source: str = "auto") 
             return _other(run, where)
         try:
             return _own(run, source=source)
-        except Changed:
+        except (Changed, Unreadable) as reason:
             kind, _, path = run.config.dataset.partition(":")
-            if kind not in PREFIXES:
+            # Only rank 0 lists a folder, so that only it would know that too many files of it are unreadable.
+            if kind not in PREFIXES or (isinstance(reason, Unreadable) and world_size() > 1):
                 raise
             say(f"{run.config.dataset} has changed since {run.path} was trained: taking it as it is now")
             return _other(run, Path(path).expanduser())
@@ -200,7 +202,8 @@ def _own(run: Run, *, source: str) -> Collection:
 
 
 def _other(run: Run, where: Path) -> Collection:
-    images = images_in(run, where)
+    # Which files are unreadable is part of the answer, however many there are.
+    images = dataclasses.replace(images_in(run, where), bearable=1.0)
     place = hashlib.sha256(os.fsencode(where.resolve())).hexdigest()[:12]
     name = f"features-in-{place}-{_state(images)[:12]}.npz"
     made = ranks.from_main(features.load(run, name) if ranks.is_main() else None)
@@ -257,6 +260,9 @@ def search(
     """
     pixels = query_pixels(run, images)
     collection = collection_of(run, where, source=source)
+    if len(collection) == 0:
+        first = next(iter(collection.unreadable.items()))
+        raise UserError(f"no image of {collection.name} can be read ({': '.join(first)}): give another folder as --in")
     h = make_features(run, TensorImages.of(pixels)).h
     similarities, rows = nearest(h, collection.h, k=k)
     queries = []

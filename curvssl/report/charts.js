@@ -33,14 +33,16 @@ function logTicks(low, high) {
 /** Axes with their titles, grid and the functions from values to coordinates. @param {[number, number]} xs
  *  @param {[number, number]} ys @param {{width: number, height: number, left: number, bottom: number}} size
  *  @param {{x: string, y: string, whole?: boolean, log?: boolean}} axes */
-function frame(xs, ys, { width, height, left, bottom }, axes) {
+function frame(xs, ys, { width, height, left: least, bottom }, axes) {
   const [right, top] = [12, 10];
+  const marks = axes.log ? logTicks(ys[0], ys[1]) : ticks(ys[0], ys[1], 5);
+  const left = Math.max(least, 26 + 6.5 * Math.max(...marks.map(([, text]) => text.length))); // the axis title is left of them
   const scale = axes.log ? Math.log : (/** @type {number} */ value) => value;
   const [floor, ceiling] = ys.map(scale);
   const x = (/** @type {number} */ value) => left + ((value - xs[0]) / (xs[1] - xs[0] || 1)) * (width - left - right);
   const y = (/** @type {number} */ value) => height - bottom - ((scale(value) - floor) / (ceiling - floor || 1)) * (height - top - bottom);
   const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
-  for (const [value, text] of axes.log ? logTicks(ys[0], ys[1]) : ticks(ys[0], ys[1], 5)) {
+  for (const [value, text] of marks) {
     drawing.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }));
     drawing.append(svg("text", { x: left - 6, y: y(value) + 3.5, "text-anchor": "end" }, text));
   }
@@ -72,7 +74,7 @@ function histogram(values, names, colours, kind) {
     return count;
   });
   const top = Math.max(...counts.flatMap((count) => Array.from(count)));
-  const { drawing, x, y } = frame([low, high], [0, top * 1.04], { width: innerWidth < 720 ? 340 : 600, height: 230, left: 58, bottom: 36 }, { x: `curvature, ${kind}`, y: "images" });
+  const { drawing, x, y } = frame([low, high], [0, top * 1.04], { width: innerWidth < 720 ? 340 : 600, height: innerWidth < 720 || state.shown.length > 1 ? 230 : 400, left: 58, bottom: 36 }, { x: `curvature, ${kind}`, y: "images" });
   counts.forEach((count, which) => {
     let path = `M${x(low)},${y(0)}`;
     count.forEach((value, i) => (path += `V${y(value).toFixed(1)}H${x(low + (i + 1) * width).toFixed(1)}`));

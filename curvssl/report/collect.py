@@ -79,6 +79,7 @@ def collect(run: Run, *, source: str = "auto", points: bool = True) -> RunData:
     labelled = data.train.labels is not None and data.test.labels is not None
     probes, judgements = run.stored_json("probes.json"), run.stored_arrays(PREDICTIONS) if labelled else None
     if labelled and not (probes and judgements):
+        say(f"{run.path} has not been probed yet: doing it now, as curvssl probe does")
         probes = probe(run, source=source)
         judgements = run.stored_arrays(PREDICTIONS)
     numbers: dict[str, Any] = {
@@ -87,6 +88,7 @@ def collect(run: Run, *, source: str = "auto", points: bool = True) -> RunData:
         "provenance": run.read_json("provenance.json"),
         "metrics": run.metrics(),
         "probes": probes,
+        "quality": run.read_json("quality.json"),
     }
     if not points:
         return RunData(**numbers)

@@ -142,7 +142,7 @@ function lineChart({ key, title, unit, series: whole }, size) {
   drawing.setAttribute("aria-label", `${title}; at the end: ${last}`);
   const readout = element("span", { class: "readout" });
   const show = (/** @type {string} */ where, /** @type {(one: Series) => number} */ of) => {
-    readout.replaceChildren(where, ...series.map((one, i) => element("b", { "data-colour": one.colour, title: one.name }, short(lines[i][of(one)]))));
+    readout.replaceChildren(where, ...series.map((one, i) => element("b", { "data-colour": one.colour, title: one.name }, `${size === SMALL || series.length < 2 ? "" : `${one.name} `}${short(lines[i][of(one)])}`)));
     tint(readout);
   };
   const rest = () => {

@@ -12,8 +12,8 @@
  *   typical: {row: number, stands_for: number}[], unreadable: {name: string, error?: string}[]}} Findings */
 /** @typedef {Record<string, any>} Tree */
 /** @typedef {{name: string, group: number, split: number, config: Tree, provenance: Tree, probes: Tree,
- *   metrics: Record<string, (number | null)[]>, warning: string, points: RawPoints | null,
- *   findings: Findings | null}} RawRun */
+ *   metrics: Record<string, (number | null)[]>, warning: string, points: RawPoints | null, findings: Findings | null,
+ *   quality: {measures: Record<string, number | null>, untrained: Record<string, number | null>, verdict: string} | null}} RawRun */
 /** @typedef {{title: string, created: string, version: string, splits: RawSplit[], runs: RawRun[],
  *   groups: {name: string, runs: number[]}[], seen: Seen[]}} Payload */
 

@@ -125,9 +125,9 @@ function found() {
         element("div", { class: "groups" }, ...duplicates.slice(0, 40).map((group) => gallery(run, rowsOf(group).slice(0, 12), named))),
         select(rowsOf(duplicates.flat()), "near-duplicates"))] : []),
       ...(outliers.length ? [card([term("outlier", "Outliers"), whose], `The oddest first, with their scores. Outliers begin at ${short(fence)}: ${counted(beyond ?? 0, "image")}.`,
-        gallery(run, rowsOf(outliers).slice(0, 24), (row) => `${scores.get(row)} · ${named(row)}`), select(rowsOf(outliers), "outliers"))] : []),
+        gallery(run, rowsOf(outliers).slice(0, 24), (row) => `${scores.get(row)}\n${named(row)}`), select(rowsOf(outliers), "outliers"))] : []),
       ...(typical.length ? [card([term("typical", "Typical images"), whose], "With how many others each stands for.",
-        gallery(run, rowsOf(typical), (row) => `${stands.get(row)} · ${named(row)}`), select(rowsOf(typical), "typical images"))] : []),
+        gallery(run, rowsOf(typical), (row) => `${stands.get(row)}\n${named(row)}`), select(rowsOf(typical), "typical images"))] : []),
       ...(unreadable.length ? [card(["Unreadable files", whose], `${counted(unreadable.length, "file")} could not be read and took no part.`,
         element("ul", { class: "files" }, ...unreadable.map(({ name, error }) => element("li", {}, element("code", {}, name), error ? ` ${error}` : ""))))] : []),
     ];
@@ -194,6 +194,7 @@ summary();
 pickers();
 wire();
 byId("probes").replaceChildren(probeTable(payload));
+byId("quality").replaceChildren(...qualityTable(payload));
 byId("seen").hidden = !payload.seen.length;
 byId("views").append(...payload.seen.map((seen) => seenTable(seen, payload.seen.length > 1)));
 curves();

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from curvssl.config import UserError, all_but_the_seed
-from curvssl.evaluate.quality import not_learning
+from curvssl.evaluate.quality import ADVICE, not_learning
 from curvssl.files import write_atomic
 from curvssl.methods import title_of
 
@@ -63,7 +63,8 @@ class Pictured:
     total: int = 0  # images in the split, if more than N
 
     def key(self) -> str:
-        parts = [self.images, self.labels, self.index]
+        """The same for the same images. Runs of other sizes read the same files to other canvases."""
+        parts = [None if self.files else self.images, self.labels, self.index]
         digest = hashlib.sha256(json.dumps([self.name, self.classes, self.files]).encode())
         for part in parts:
             digest.update(b"-" if part is None else np.ascontiguousarray(part).data)
@@ -79,6 +80,7 @@ class RunData:
     probes: dict[str, Any]  # probes.json
     points: Points | None = None
     pictured: Pictured | None = None
+    quality: dict[str, Any] | None = None  # quality.json
     seen: Columns | None = None  # some images and all views of them
     findings: dict[str, Any] | None = None  # what `curvssl inspect` found, in rows of `pictured`
 
@@ -248,14 +250,16 @@ def payload(runs: Sequence[RunData]) -> dict[str, Any]:
             "provenance": {"run": run.name} | run.provenance,
             "probes": run.probes,
             "metrics": columns(run.metrics),
-            "warning": not_learning(run.metrics, d_z=run.config.get("d_z", 1)),
+            "warning": f"{why}: {ADVICE}" if (why := not_learning(run.metrics, d_z=run.config.get("d_z", 1))) else "",
             "split": 0,
             "points": None,
             "findings": run.findings,
+            "quality": run.quality or None,
         }
         if i in mapped and run.points is not None and run.pictured is not None:
             key = run.pictured.key()
-            if key not in splits:
+            n, _, height, width = run.pictured.images.shape
+            if key not in splits or splits[key]["side"] < thumbnail_side(n, height, width):
                 splits[key] = _split(run.pictured)
             entry |= {"split": list(splits).index(key), "points": _points(run.points, run.pictured)}
         entries.append(finite(entry))

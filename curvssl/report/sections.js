@@ -86,6 +86,20 @@ function probeTable(payload) {
       ...(floors.length ? ["The rows in italics are ", term("floor", "floors"), ": what a probe reads without pretraining."] : [])));
 }
 
+/** What `curvssl quality` measured: a run, the same encoder before training, and the verdict. @param {Payload} payload */
+function qualityTable(payload) {
+  const runs = payload.runs.filter((run) => run.quality);
+  if (!runs.length) return [element("p", { class: "note" }, "How good the features are without labels: ", element("code", {}, "curvssl quality RUN"), " measures it.")];
+  const names = Object.keys(runs[0].quality?.measures ?? {});
+  const row = (/** @type {string} */ name, /** @type {Record<string, number | null>} */ values, /** @type {Tree} */ kind) => element("tr", kind,
+    element("th", { scope: "row" }, name), ...names.map((measure) => element("td", {}, short(values[measure] ?? null))));
+  const rows = runs.flatMap(({ name, quality }) => (quality ? [row(name, quality.measures, {}), row("before training", quality.untrained, { class: "floor" })] : []));
+  return [element("div", { class: "card scroll" }, element("h4", {}, "Without labels"),
+    element("table", { class: "figures" }, element("thead", {}, element("tr", {}, element("th", {}, ""), ...names.map((name) => element("th", { scope: "col" }, term(name))))),
+      element("tbody", {}, ...rows)),
+    ...runs.map(({ name, quality }) => element("p", { class: "note" }, `${name}: ${quality?.verdict}`)))];
+}
+
 /** One row per image: the image, then its views. @param {Seen} seen @param {boolean} named whether the page has several */
 function seenTable({ groups, columns }, named) {
   const head = columns.map(({ name, size }) => element("th", { scope: "col" }, name, element("small", {}, size)));

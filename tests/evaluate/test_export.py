@@ -201,6 +201,8 @@ def test_the_card_has_the_runs_numbers_its_licence_and_its_recipe(run: Run, halv
     assert text.startswith('---\nlicense: "cc0-1.0"\nlibrary_name: "curvssl"\n')
     linear = run.read_json("probes.json")["linear"]["accuracy"]
     assert f"| this encoder | {np.mean(linear):.1f} ± {np.std(linear, ddof=1):.1f} |" in text
+    table = re.findall(r"^\|  \| linear .*?\n\n", text, re.DOTALL | re.MULTILINE)[0].splitlines()[:3]
+    assert {line.count("|") for line in table} == {9}, table  # a name, three probes and four figures of retrieval
     assert "mean 0.305427 and std 0.375779, and grey is repeated to three channels." in text
     settings = json.loads(re.findall(r"```json\n(.*?)```", text, re.DOTALL)[0])
     assert PretrainConfig.from_dict(settings) == run.config

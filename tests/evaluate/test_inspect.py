@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +29,9 @@ from curvssl.evaluate.inspect import (
     typical,
     write_csv,
 )
-from curvssl.evaluate.search import Collection, exact
+from curvssl.evaluate.search import Collection, exact, search
 from curvssl.outliers import CurvatureOutlierDetector
+from curvssl.rundir import Run
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -121,17 +123,28 @@ def test_pixels_are_correlated_as_numpy_does_and_blank_pages_agree():
 
 
 def test_the_outlier_score_is_the_detectors_default_and_the_far_image_comes_first(monkeypatch: pytest.MonkeyPatch):
+    from sklearn.preprocessing import StandardScaler
+
     h = drawn(90, 6)
     h[17] *= 9
+    h[:, 0] *= 100  # of one feature with a larger spread nothing depends
+    x = StandardScaler().fit_transform(h.double().numpy())
     scores, fence = outlier_scores(h)
-    detector = CurvatureOutlierDetector().fit(h.numpy())
+    detector = CurvatureOutlierDetector().fit(x)
     np.testing.assert_allclose(scores, -detector.scores_)
     assert np.median(scores) == pytest.approx(1, abs=0.05)
-    assert ((scores > fence) == (detector.predict(h.numpy()) == -1)).all()
+    assert ((scores > fence) == (detector.predict(x) == -1)).all()
     monkeypatch.setattr(inspecting, "REFERENCE", 30)  # then the far image is not one of those it is compared with
     sampled, _ = outlier_scores(h)
-    np.testing.assert_allclose(sampled, -CurvatureOutlierDetector().fit(h[::3].numpy()).score_samples(h.numpy()))
+    np.testing.assert_allclose(sampled, -CurvatureOutlierDetector().fit(x[::3]).score_samples(x))
     assert scores.argmax() == sampled.argmax() == 17
+
+
+def test_a_feature_that_is_dead_or_nearly_so_makes_no_outlier():
+    h = drawn(60, 4)
+    dead = torch.cat((h, torch.zeros(60, 1), 1e-6 * (torch.arange(60) == 5)[:, None]), dim=1)
+    np.testing.assert_allclose(outlier_scores(dead)[0], outlier_scores(h)[0], rtol=1e-3)
+    assert np.isfinite(outlier_scores(torch.ones(9, 4))[0]).all()
 
 
 def test_typical_images_are_the_most_central_of_their_part_and_copies_do_not_count(monkeypatch: pytest.MonkeyPatch):
@@ -190,6 +203,32 @@ def test_another_folder_is_not_taken_for_the_runs_own(table: Path, tmp_path: Pat
     main(["inspect", str(photographed().path), "--in", str(root / "copies"), "--out", str(tmp_path)])
     assert json.loads((tmp_path / "inspect.json").read_bytes())["images"] == 8
     assert photographed().read_json("inspect.json") == before
+
+
+def test_all_unreadable_files_are_named_however_many_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """In another folder, and in the run's own, of which files were damaged after training."""
+    root, _ = photographs()
+    own = shutil.copytree(root / "copies", tmp_path / "own")
+    for file in sorted(own.iterdir())[:4]:
+        file.write_bytes(b"no image")
+    main(["inspect", str(photographed().path), "--in", str(own), "--out", str(tmp_path / "in")])
+    bad = [row["file"] for row in read(tmp_path / "in" / "unreadable.csv")]
+    assert bad == ["cropped 3.jpg", "cropped 7.jpg", "encoded 1.jpg", "encoded 5.jpg"]
+    run = Run.read(shutil.copytree(photographed().path, tmp_path / "run"))
+    config = json.loads((run.path / "config.json").read_text()) | {"dataset": f"folder:{own}"}
+    (run.path / "config.json").write_text(json.dumps(config))
+    main(["verify", str(run.path), "--accept"])
+    result, collection, _ = inspect(Run.read(run.path))
+    assert ([one["name"] for one in result["unreadable"]], len(collection)) == (bad, 4)
+    assert "has changed since" in capsys.readouterr().err
+    main(["search", str(run.path), str(own / "exact 0.jpg"), "--k", "1"])
+    said = capsys.readouterr()
+    assert "among 4 images" in said.out
+    assert f"4 images could not be read and took no part: curvssl inspect {run.path} names them" in said.err
+    for file in own.iterdir():
+        file.write_bytes(b"no image")
+    with pytest.raises(UserError, match=r"no image of .* can be read .cropped 3.jpg: .*: give another folder as --in"):
+        search(Run.read(run.path), [root / "8.png"])
 
 
 def test_names_survive_a_csv_file(tmp_path: Path):

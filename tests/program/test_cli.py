@@ -260,7 +260,11 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out == f"curvssl {curvssl.__version__}\n"
 
 
-def test_a_preset_that_is_shortened_below_its_warm_up_warms_up_for_the_same_share(capsys: pytest.CaptureFixture[str]):
+def test_a_preset_that_is_shortened_below_twice_its_warm_up_warms_up_for_the_same_share(
+    capsys: pytest.CaptureFixture[str],
+):
+    assert [parsed("--epochs", n).warmup_epochs for n in ("10", "19", "20")] == [1, 1.9, 10]
+    assert capsys.readouterr().err.count("\n") == 2
     short = parsed("--preset", "paper-cifar10", "--epochs", "20")
     assert (short.epochs, short.warmup_epochs) == (20, 80 / 500 * 20)
     assert capsys.readouterr().err.count("\n") == 1

@@ -264,5 +264,7 @@ def test_provenance_names_the_versions_the_commit_and_the_machine(monkeypatch: p
     assert facts["commit"] == commit() == "0123456789ab"
     assert facts["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert {"command", "device", "platform", "cores", "created"} <= facts.keys()
+    monkeypatch.setattr("sys.argv", ["/lib/curvssl/__main__.py", "pretrain", "--dataset", "folder:my photos"])
+    assert provenance(device="cpu")["command"] == "curvssl pretrain --dataset 'folder:my photos'"
     write_json(tmp_path / "facts.json", facts)
     assert json.loads((tmp_path / "facts.json").read_text()) == facts

@@ -592,6 +592,16 @@ def test_a_chart_has_a_log_axis_where_a_linear_one_would_flatten_a_curve(page: O
     page.page.select_option("#axis", "fitting")
 
 
+def test_the_title_of_an_axis_touches_no_number(page: Opened) -> None:
+    gap = """(high) => { const { drawing } = frame([0, 9], [0, high], SMALL, { x: "epoch", y: "redundancy" });
+      document.body.append(drawing);
+      const boxes = (what) => [...drawing.querySelectorAll(what)].map((each) => each.getBoundingClientRect());
+      const [titles, marks] = [boxes(".axis"), boxes("[text-anchor=end]")];
+      drawing.remove();
+      return Math.min(...marks.map(({ left }) => left)) - Math.min(...titles.map(({ right }) => right)); }"""
+    assert all(page.page.evaluate(gap, high) > 0 for high in (1, 9000, 132424, 9876543))
+
+
 def test_curves_are_smoothed_over_epochs_and_never_drawn_beyond_what_they_can_be(page: Opened) -> None:
     noisy = "{x: [1, 2, 3, 4, 9], mean: [1, 5, 3, 7, 100]}"
     assert page.page.evaluate(f"smoothed({noisy}, 3)") == [3, 3, 5, 5, 100]
@@ -626,6 +636,7 @@ def test_a_drag_across_a_chart_zooms_all_of_them_and_a_click_enlarges_one(page: 
     page.page.click("#all-epochs")
     assert page.page.input_value("#to-epoch") == "20"
     page.page.click("[data-key=rho] svg")
+    assert all(name in page.page.inner_text("dialog .readout") for name in ("CurvSSL", "Barlow Twins"))
     assert page.page.locator("dialog[open] [data-key=rho] svg").bounding_box()["width"] > 2 * box["width"]
     page.page.keyboard.press("Escape")
     assert not page.page.is_visible("dialog")
@@ -706,7 +717,8 @@ def test_provenance_names_command_versions_device_and_checksums(page: Opened) ->
 
 def test_images_without_labels_still_make_a_page(browser: Any, tmp_path: Path) -> None:
     of = dataclasses.replace(pictured(80), classes=(), labels=None)
-    made = dataclasses.replace(run("curvssl", of), probes={})
+    measured = {"measures": {"rankme": 12.5, "lidar": None}, "untrained": {"rankme": 4.25, "lidar": 3.0}}
+    made = dataclasses.replace(run("curvssl", of), probes={}, quality=measured | {"verdict": "healthy: it is"})
     opened = single(browser, [made], tmp_path)
     opened.point_at(5)
     np.testing.assert_array_equal(
@@ -715,6 +727,13 @@ def test_images_without_labels_still_make_a_page(browser: Any, tmp_path: Path) -
     names = opened.page.locator("#colour option").all_inner_texts()
     assert names == ["curvature, first view", "curvature, second view", "agreement of the views", "outlier score"]
     assert "no labels" in opened.page.inner_text("#probes")
+    rows = [line.split("\t") for line in opened.page.locator("#quality tr").all_inner_texts()]
+    assert rows == [["", "RankMe", "LiDAR"], ["CurvSSL", "12.5", "–"], ["before training", "4.25", "3"]]
+    assert "CurvSSL: healthy: it is" in opened.page.inner_text("#quality")
+    # One run: histogram and scatter plot stand side by side, and letters are not enlarged with their chart.
+    left, right = (opened.page.locator(f"#{part} .card").bounding_box() for part in ("histograms", "scatters"))
+    assert (left["y"], left["width"]) == (right["y"], pytest.approx(right["width"]))
+    assert opened.page.locator("#histograms .axis").first.bounding_box()["height"] < 16
     assert opened.complaints == []
     opened.context.close()
 
@@ -735,6 +754,16 @@ def test_runs_on_different_images_do_not_link(browser: Any, grid: RunData, tmp_p
     assert opened.page.evaluate("choices.map((choice) => [...choice.hidden])") == [[], [0]]
     assert opened.complaints == []
     opened.context.close()
+
+
+def test_runs_of_other_sizes_on_the_same_files_are_linked_and_show_the_larger_thumbnails() -> None:
+    of = dataclasses.replace(pictured(30), files=tuple(f"{i}.png" for i in range(30)))
+    larger = dataclasses.replace(of, images=of.images.repeat(2, 2).repeat(2, 3))
+    for order in ((of, larger), (larger, of)):
+        made = payload([run(method, one) for method, one in zip(("curvssl", "vicreg"), order, strict=True)])
+        assert ([one["split"] for one in made["runs"]], [one["side"] for one in made["splits"]]) == ([0, 0], [16])
+    renamed = dataclasses.replace(larger, files=tuple(f"{i}.jpg" for i in range(30)))
+    assert len(payload([run("curvssl", of), run("vicreg", renamed)])["splits"]) == 2
 
 
 def test_with_many_runs_the_reader_picks_two(browser: Any, grid: RunData, other: RunData, tmp_path: Path) -> None:
@@ -999,9 +1028,9 @@ def test_a_folder_with_a_broken_file_becomes_a_page_of_the_others(browser: Any, 
     text = opened.page.inner_text("#findings")
     for part in (
         "1 group of",
-        f"4.50 · {Path(name).name}",
+        f"4.50\n{Path(name).name}",
         "begin at 2.50",
-        "120 · ",
+        "120\n",
         f"{held.files[broken]} no image",
     ):
         assert part in text
@@ -1022,6 +1051,7 @@ def test_the_line_of_a_run_that_did_not_learn_says_so(browser: Any, grid: RunDat
     lines = opened.page.locator("#summary tbody tr").all_inner_texts()
     assert [line.split("\t")[0] for line in (lines[0], lines[2])] == ["literal", "faithful"]
     assert "Does not learn: the two views of an image hardly agree" in lines[1]
+    assert "try a longer --warmup-epochs" in lines[1]
     assert len(lines) == 3
     opened.context.close()
 
