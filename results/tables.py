@@ -334,6 +334,31 @@ def strong_time() -> str:
     return markdown(header, rows, "strong/", where)
 
 
+def curvature_screening() -> str:
+    """The arms of the study `curvature`, each beside its own baseline, by the rule of docs/curvature.md."""
+    from curvssl.paper.reproduce import difference, read_results
+
+    cells = read_results("curvature", results=HERE)
+    if not cells:
+        return "No cell of this study has been run yet.\n"
+    arms: dict[str, dict[int, Any]] = {}
+    for name, cell in cells.items():
+        arms.setdefault(name.rpartition("-")[0], {})[cell["config"]["seed"]] = cell
+    rows = []
+    for name, seeds in arms.items():
+        baseline = "cifar10-barlow-twins" + (regime[0] if (regime := re.search(r"-[db]\d+$", name)) else "")
+        probes = [mean(cell["probes"][probe]["mean"] for cell in seeds.values()) for probe in ("linear", "knn")]
+        known = arms.get(baseline, {})
+        pairs = [cell["probes"]["linear"]["mean"] - known[seed]["probes"]["linear"]["mean"]
+                 for seed, cell in seeds.items() if seed in known]  # fmt: skip
+        over = "" if name == baseline else difference(pairs)
+        promising = len(pairs) == 3 and min(pairs) > 0 and mean(pairs) >= 0.5
+        row = [name.removeprefix("cifar10-"), str(len(seeds)), *(f"{probe:.1f}" for probe in probes), over]
+        rows.append([*row, "yes" * promising])
+    header = ("arm", "seeds", "linear", "kNN", "linear, over its baseline", "goes on")
+    return markdown(header, rows, "curvature/", "NVIDIA H200, torch 2.11.0, held-out training images")
+
+
 PREDICTORS = {  # what the last row of a run's metrics may tell of its accuracy
     "rho": "ρ, the agreement of the views' curvature",
     "effective_rank": "effective rank of the embeddings",
@@ -953,6 +978,7 @@ MADE = (
     view_study,
     strong_screening,
     strong_time,
+    curvature_screening,
     predictors,
     defaults,
     view_pairs,

@@ -185,6 +185,34 @@ def strong() -> Study:
     return {f"cifar10-{name}": dataclasses.replace(start, **change) for name, change in changes.items()}
 
 
+def curvature() -> Study:
+    """Does the paper's term ever help? The first stage of what docs/curvature.md registers, on held-out images: the
+    first look (`alpha`) with more weights, neighbourhoods, dimensions and batch sizes. A name ends with its baseline's
+    settings, if these are not the usual ones."""
+    base = dataclasses.replace(paper_cifar10(), epochs=100, warmup_epochs=50, holdout=0.1, monitor_every=0)
+    arms: Study = {}
+
+    def add(method: str, name: str = "", **changes: Any) -> None:
+        arms[f"cifar10-{method}{name}"] = dataclasses.replace(base, method=method, **changes)
+
+    add("barlow-twins")
+    for method, acts in (("curvssl", 3.0), ("kernel-curvssl", 10.0)):  # about where the term begins to act
+        for weight in (0.1, 0.3, 1.0, 3.0, 10.0, 30.0):
+            add(method, f"-alpha{weight:g}", alpha_curv=weight)
+        for k in (5, 20, 50):
+            add(method, f"-alpha{acts:g}-k{k}", alpha_curv=acts, k=k)
+    for gamma in ("scale", "auto"):
+        add("kernel-curvssl", f"-alpha10-{gamma}", alpha_curv=10.0, gamma=gamma)
+    regimes: list[dict[str, Any]] = [{"d_z": 16}, {"d_z": 32}, {"batch_size": 32}, {"batch_size": 64}]
+    for regime in regimes:
+        ((name, value),) = regime.items()
+        add("barlow-twins", f"-{name[0]}{value}", **regime)
+        add("kernel-curvssl", f"-alpha10-{name[0]}{value}", alpha_curv=10.0, **regime)
+    return {
+        f"{arm}-seed{seed}": dataclasses.replace(config, seed=seed) for seed in SEEDS for arm, config in arms.items()
+    }
+
+
 STUDIES: dict[str, Callable[[], Study]] = {
     "faithful": faithful,
     "literal": literal,
@@ -193,6 +221,7 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "precision": precision,
     "views": many_views,
     "strong": strong,
+    "curvature": curvature,
 }
 
 
