@@ -483,7 +483,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
         Args:
             folder: the folder of images; one subfolder per class, or any other layout without labels.
             out: the .npy to write; labels are written next to it.
-            image_size: size of the largest views that will be made; the stored squares are 1.15 times as large.
+            image_size: size of the largest views that will be made; the stored squares are 1.6 times as large.
         """
 
         def go() -> None:

@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from statistics import correlation, mean, median, quantiles
+from statistics import correlation, mean, median, quantiles, stdev
 from typing import Any
 
 HERE = Path(__file__).parent
@@ -815,6 +815,19 @@ def streaming() -> str:
     return markdown(header, rows, "streaming-cpu.json")
 
 
+def canvas() -> str:
+    measured = read("canvas-cpu.json")
+    view, found = measured["settings"]["view"], measured["linear"]
+    least = next(iter(found.values()))
+    rows = []
+    for side, values in found.items():
+        gains = [value - other for value, other in zip(values, least, strict=True)]
+        gain = f"{mean(gains):+.1f} ± {stdev(gains):.1f}" if any(gains) else ""
+        name = f"{int(side) / view:.2f} times the view: {side}×{side}"
+        rows.append([name, f"{mean(values):.1f} ± {stdev(values):.1f}", gain])
+    return markdown(("canvas", "linear probe, %", "gain with the same seeds"), rows, "canvas-cpu.json")
+
+
 def weak_scaling() -> str:
     measured = read("streaming-cpu.json")["weak_scaling"]
     one = measured["views_per_s"]["1 rank"]
@@ -1012,6 +1025,7 @@ MADE = (
     memory,
     page,
     streaming,
+    canvas,
     weak_scaling,
     communication,
     faults_damage,

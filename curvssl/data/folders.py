@@ -6,7 +6,6 @@ any other layout has none. A tenth of the images, always the same, is the test s
 
 import dataclasses
 import hashlib
-import math
 import os
 from array import array as packed
 from collections.abc import Iterator
@@ -27,7 +26,9 @@ from curvssl.data.named import TIMES, Dataset, Split, moments
 from curvssl.data.order import test_split
 from curvssl.files import printable, say, write_bytes
 
-CANVAS = 1.15  # times the image size: the side of the squares that files are decoded to
+# Times the image size: the side of the squares that files are decoded to. Less costs accuracy, more brings nothing
+# (docs/scaling.md).
+CANVAS = 1.6
 LARGEST = {"cuda": 224, "cpu": 64}  # views that nobody chose a size for: the usual one, or a twelfth of its pixels
 SAMPLE = 1000  # images from which canvas, channels, mean and standard deviation are computed
 
@@ -160,7 +161,7 @@ def classes_of(names: Names) -> tuple[tuple[str, ...], Tensor | None]:
 def framed(root: Path, names: Names, *, size: int) -> FolderImages:
     """All files, with the number of channels and the canvas chosen from a sample.
 
-    One channel if all are grey. The canvas is a little larger than the views, but no larger than the median image:
+    One channel if all are grey. The canvas is larger than the views, but no larger than the median image:
     small images are not enlarged.
     """
     images = FolderImages(torch.arange(len(names)), 3, round(CANVAS * size), str(root), names)
@@ -193,9 +194,9 @@ def array(path: str, *, size: int) -> Dataset:
 
 
 def suiting_size(side: int, *, device: str) -> int:
-    """The size of views of images with this side, if nobody chose one: the smallest multiple of 32, by which networks
-    divide it, whose canvas holds the image, but at most LARGEST."""
-    return min(LARGEST[device], 32 * math.ceil(side / CANVAS / 32))
+    """The size of views of images with this side, if nobody chose one: the nearest multiple of 32, by which networks
+    divide it, but at most LARGEST."""
+    return min(LARGEST[device], 32 * max(1, round(side / 32)))
 
 
 def canvas_of(known: dict[str, Any], *, size: int) -> int:

@@ -91,7 +91,7 @@ class DatasetImages(DecodedImages):
 
 
 def _framed(dataset: Any, *, size: int) -> DatasetImages:
-    """All items, on a canvas a little larger than the views, but no larger than the median image. One channel if all
+    """All items, on a canvas larger than the views, but no larger than the median image. One channel if all
     are grey."""
     if len(dataset) == 0:
         raise UserError("the Dataset is empty: give it images")
