@@ -43,11 +43,14 @@ def part_of(path: Path, write: Callable[[BinaryIO], object]) -> Iterator[Path]:
             os.fsync(file.fileno())
         yield part
     except OSError as error:
+        if error.errno is None:  # numpy's, if not all bytes were written
+            raise OSError(errno.EIO, f"{error}: is the disk full?", str(path)) from None
         if error.filename in (None, part, str(part)):  # a write that fails knows no name
             error.filename = str(path)
         raise
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the disk may be read-only
+            part.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

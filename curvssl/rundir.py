@@ -260,7 +260,7 @@ class Run:
     @property
     def exported(self) -> bool:
         """Whether this is a folder of `curvssl export --to hub-folder`: a run of which only the encoder was kept."""
-        return (self.path / EXPORTED).exists()
+        return self.knows(EXPORTED)
 
     @property
     def weights(self) -> tuple[str, ...]:

@@ -39,6 +39,13 @@ def test_a_write_that_cannot_be_names_the_file_and_a_device_is_not_replaced(tmp_
     with pytest.raises(OSError, match="is a device, not a file"):
         write_bytes(tmp_path / "null", b"new")
     assert (tmp_path / "null").is_char_device()
+    full = OSError("512 requested and 0 written")  # as numpy says it
+    with pytest.raises(OSError, match=r"512 requested and 0 written: is the disk full\?: '[^']*/x\.npy'"):
+        write_atomic(tmp_path / "x.npy", lambda file: raised(full))
+
+
+def raised(error: Exception) -> None:
+    raise error
 
 
 def test_a_disk_that_is_full_while_a_checkpoint_is_written_is_the_systems_error_with_the_files_name(tmp_path: Path):
