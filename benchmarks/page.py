@@ -1,9 +1,9 @@
-"""How large the page of 10,000 and of 100,000 images is, how soon a real browser shows it, and how fast its map redraws.
+"""How large the page of 10,000 and of 100,000 images is, how soon a browser shows it, and how fast its map redraws.
 
     python benchmarks/page.py [--out results/page.json]
 
-Needs Chromium (or CURVSSL_CHROMIUM), and CIFAR-10 in the cache (`curvssl data cifar10`): its 60,000 images and, mirrored,
-40,000 of them again. Each has a file name. The map and the neighbours are made up.
+Needs Chromium (or CURVSSL_CHROMIUM), and CIFAR-10 in the cache (`curvssl data cifar10`): its 60,000 images and 40,000
+of them mirrored. Each has a file name. The map and the neighbours are made up.
 """
 
 import argparse
