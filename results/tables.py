@@ -359,6 +359,21 @@ def curvature_screening() -> str:
     return markdown(header, rows, "curvature/", "NVIDIA H200, torch 2.11.0, held-out training images")
 
 
+def planted() -> str:
+    """How well planted faults are found; the scores that find wrong labels best come first."""
+    (found,) = read("planted.json")["runs"].values()
+    problems = found["means"]
+    names = {name: None for scores in problems.values() for name in scores}
+    rows = [
+        [
+            name,
+            *(f"{of[name]['auroc']:.1f} ± {of[name]['within']:.1f}" if name in of else "" for of in problems.values()),
+        ]
+        for name in sorted(names, key=lambda name: -problems["wrong label"].get(name, {"auroc": 0})["auroc"])
+    ]
+    return markdown(("AUROC", *problems), rows, "planted.json")
+
+
 PREDICTORS = {  # what the last row of a run's metrics may tell of its accuracy
     "rho": "ρ, the agreement of the views' curvature",
     "effective_rank": "effective rank of the embeddings",
@@ -995,6 +1010,7 @@ MADE = (
     strong_screening,
     strong_time,
     curvature_screening,
+    planted,
     predictors,
     defaults,
     view_pairs,
