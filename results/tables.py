@@ -847,10 +847,10 @@ def canvas() -> str:
 
 
 def weak_scaling() -> str:
-    measured = read("streaming-cpu.json")["weak_scaling"]
+    measured = read("ranks-cpu.json")["weak_scaling"]
     one = measured["views_per_s"]["1 rank"]
     rows = [[name, f"{value:,.0f}", f"{value / one:.2f}×"] for name, value in measured["views_per_s"].items()]
-    return markdown((f"{measured['batch_per_rank']} images each", "views/s", ""), rows, "streaming-cpu.json")
+    return markdown((f"{measured['batch_per_rank']} images each", "views/s", ""), rows, "ranks-cpu.json")
 
 
 def exchanged(method: str, *, batch: int, d: int) -> tuple[int, int]:

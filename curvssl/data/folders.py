@@ -26,7 +26,7 @@ from curvssl.data.named import TIMES, Dataset, Split, moments
 from curvssl.data.order import test_split
 from curvssl.files import printable, say, write_bytes
 
-# Times the image size: the side of the squares that files are decoded to. Less costs accuracy, more brings nothing
+# Times the image size: the side of the squares that files are decoded to. Less cost accuracy, more brought nothing
 # (docs/scaling.md).
 CANVAS = 1.6
 LARGEST = {"cuda": 224, "cpu": 64}  # views that nobody chose a size for: the usual one, or a twelfth of its pixels
