@@ -15,7 +15,7 @@ test: .venv/.dev lint
 fuzz: .venv/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fuzz.py
 
-# Damage, kills, full disks: the campaigns of docs/reliability.md. Under an hour on two free cores.
+# Damage, kills, full disks: the campaigns of docs/reliability.md. A quarter of an hour on two busy cores.
 faults: .venv/.dev
 	$(BIN)/python benchmarks/faults.py --out results/faults.json
 	$(BIN)/python results/tables.py

@@ -9,7 +9,8 @@ longdouble, to 1e4932) or, for losses, with plain float64. Outcomes:
 
 right      finite, and the equation's to rounding
 refused    a ValueError that says what came and what was needed, where the input deserves it
-shown      NaN or infinity in, and the result shows it, as documented for losses and measures
+shown      NaN or infinity in, and the result shows it, as documented for losses and measures; or a kernel's value does
+           not fit into its type, and is infinite
 finite     finite, but the rounding of the input decides the result, so there is nothing to compare with
 FAULT      anything else
 """
