@@ -268,6 +268,15 @@ def defaults() -> str:
     return markdown(("settings", "batch", "epochs", "linear", "kNN"), rows, "default-notes.json")
 
 
+def large_folder() -> str:
+    """What the commands need for 100,000 files."""
+    rows = [
+        [f"`{r['command']}`", f"{r['cpu_s']:.0f}", f"{r['wall_s']:.0f}", f"{r['memory_MB'] / 1000:.1f}"]
+        for r in read("large-folder-notes.json")["rows"]
+    ]
+    return markdown(("command", "CPU time, s", "wall time, s", "memory, GB"), rows, "large-folder-notes.json")
+
+
 def cells_of(study: str) -> dict[str, Any]:
     return {file.stem: json.loads(file.read_text()) for file in sorted((HERE / study).glob("*.json"))}
 
@@ -1043,6 +1052,7 @@ MADE = (
     fuzz,
     memory,
     page,
+    large_folder,
     streaming,
     canvas,
     weak_scaling,
