@@ -130,20 +130,28 @@ def judge(run: Run, *, source: str) -> dict[str, Any]:
 
 
 def to_map(name: str, *, results: Path) -> list[str]:
-    """Cells that need a map of their test features and do not have one yet."""
+    """Cells that need a map of their test features and have none, or one of an earlier result."""
     first = {cell: c for cell, c in study_of(name).items() if name == "faithful" and c.seed == SEEDS[0]}
-    return [
-        cell
-        for cell, c in first.items()
-        if c.method in PICTURED and not (results / name / "maps" / f"{cell}.json").exists()
-    ]
+    pictured = [cell for cell, c in first.items() if c.method in PICTURED]
+    done = read_results(name, results=results) if pictured else {}
+    return [cell for cell in pictured if map_of(name, cell, done.get(cell), results=results) is None]
+
+
+def map_of(name: str, cell: str, result: dict[str, Any] | None, *, results: Path) -> dict[str, Any] | None:
+    """The map that was made from this very result of a cell, if there is one."""
+    file = results / name / "maps" / f"{cell}.json"
+    if not os.path.lexists(file):
+        return None
+    found = sealed(file, remedy=f"restore it, or delete it and run curvssl reproduce --study {name}")
+    return found if result is not None and found.get("from") == result["sha256"] else None
 
 
 def map_cells(name: str, *, results: Path, runs: Path) -> None:
     """UMAP of the features in finished runs, which may come from a machine without umap-learn."""
+    done = read_results(name, results=results)
     for cell in to_map(name, results=results):
         folder = runs / name / cell
-        if not (folder / "features-test.npz").exists():
+        if cell not in done or not (folder / "features-test.npz").exists():
             continue
         if find_spec("umap") is None:
             say(f"{cell} has no map yet: that needs umap-learn; copy {folder} to where that is, and go on there")
@@ -154,7 +162,7 @@ def map_cells(name: str, *, results: Path, runs: Path) -> None:
         assert made is not None
         assert made.y is not None
         record = figures.map_record(made.h, made.y, classes=run.read_json("data.json")["classes"])
-        value = {"cell": cell} | record | {"provenance": provenance(device="cpu")}
+        value = {"cell": cell, "from": done[cell]["sha256"]} | record | {"provenance": provenance(device="cpu")}
         write_json(results / name / "maps" / f"{cell}.json", seal(value))
 
 
@@ -271,9 +279,9 @@ def draw_figures(name: str, *, results: Path) -> list[Path]:
         title = f"{name}: {dataset}, one line a seed"
         out = results / "figures" / f"curves-{name}-{dataset}"
         drawn.append(figures.draw_curves(curves, keys=CURVES, title=title, out=out, style=style)[0])
-        files = {method: results / name / "maps" / f"{dataset}-{method}-seed{SEEDS[0]}.json" for method in PICTURED}
-        remedy = f"restore it, or delete it and run curvssl reproduce --study {name}"
-        records = {title_of(m): sealed(file, remedy=remedy) for m, file in files.items() if os.path.lexists(file)}
+        pictured = {method: f"{dataset}-{method}-seed{SEEDS[0]}" for method in PICTURED}
+        made = {m: map_of(name, cell, mine.get(cell), results=results) for m, cell in pictured.items()}
+        records = {title_of(method): record for method, record in made.items() if record is not None}
         if records:
             title, out = f"UMAP of h, {dataset}, test images", results / "figures" / f"umap-{name}-{dataset}"
             drawn.append(figures.draw_maps(records, title=title, out=out)[0])

@@ -169,3 +169,10 @@ def test_maps_and_figures_are_made_once_from_what_lies_in_runs_and_results(
     again = reproduce.draw_figures("faithful", results=where["results"])
     assert [file.read_bytes() for file in again] == bytes_drawn
     assert all(file.with_suffix(".pdf").exists() for file in again)
+
+    # The map of an earlier result is not shown for a new one.
+    file = tmp_path / "results/faithful/digits-curvssl-seed0.json"
+    file.write_text(json.dumps(seal(json.loads(file.read_text()) | {"seconds_with_probes": 1.0})))
+    assert "map of digits-curvssl-seed0" in reproduce.status("faithful", results=where["results"])
+    drawn = reproduce.draw_figures("faithful", results=where["results"])
+    assert [file.name for file in drawn] == ["curves-faithful-digits.png"]
