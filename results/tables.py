@@ -463,6 +463,21 @@ def gpu_command() -> str:
     return markdown(("one step", "time", "over the graph alone"), rows, "gpu-command.json")
 
 
+def gpu_again() -> str:
+    """The step of an earlier commit and of a later one, on two hosts."""
+    rows = []
+    for file in ("gpu.json", "gpu-a94a0f4.json"):
+        found = read(file)
+        ms = {(r["stem"], r["method"]): f"{r['ms']:.3f}" for r in found["steps"] if r["batch"] == 256}
+        steps = [ms[stem, method] for stem in STEMS for method in ("barlow-twins", "curvssl")]
+        rows.append([found["provenance"]["commit"][:7], *steps])
+    header = (
+        "ms a step, b = 256",
+        *(f"{title}, {name} stem" for name in STEMS.values() for title in ("Barlow Twins", "CurvSSL")),
+    )
+    return markdown(header, rows, "gpu.json, results/gpu-a94a0f4.json", "NVIDIA H200, torch 2.11.0, two hosts")
+
+
 def gpu_features() -> str:
     """The time for features of 10,000 images, which is most of the time of the kNN monitor."""
     rows = [
@@ -1024,6 +1039,7 @@ MADE = (
     defaults,
     view_pairs,
     gpu_command,
+    gpu_again,
     gpu_features,
     gpu_floors,
     gpu_sharing,
