@@ -364,18 +364,15 @@ def paper_cifar10() -> PretrainConfig:
 def fast_cifar10() -> PretrainConfig:
     """A good CIFAR-10 encoder in a few minutes on one fast GPU, with what the study `strong` found (docs/notebook.md,
     section 9). The curvature term is not in it: nothing that we measured says that it would help."""
-    return PretrainConfig(
+    return dataclasses.replace(
+        default(),
         method="barlow-twins",
         dataset="cifar10",
         epochs=110,
         warmup_epochs=8,
-        schedule="cosine",
+        batch_size=256,
         image_size=32,
         stem="small",
-        projector_width=2048,
-        projector_depth=3,
-        d_z=1024,
-        lambda_emb=0.0051,  # Barlow Twins' own
         optimizer="lars",  # better than Adam
         lr=0.03,  # LARS takes at most this; solo-learn's 0.3 is for a tenth of the loss
         weight_decay=1e-3,

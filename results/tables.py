@@ -822,17 +822,17 @@ def fuzz() -> str:
 
 def memory() -> str:
     """The memory of a process during long runs."""
-    rows = []
+    rows, made = [], []
     for device in ("cpu", "cuda"):
-        if (HERE / f"memory-{device}.json").exists():
-            found = read(f"memory-{device}.json")
-            for part in ("process", "cuda"):
-                if part in found:
-                    marks = [f"{mark:.1f}" for mark in found[part]["MB_at_10_20_40_60_80_100_percent"]]
-                    slope = f"{found[part]['MB_per_1000_steps']:+.3f}"
-                    rows.append([f"{device}, {part}", f"{found['steps']:,}", *marks, slope])
+        found = read(f"memory-{device}.json")
+        made.append(f"{found['provenance']['device']}, commit {found['provenance']['commit']}")
+        for part in ("process", "cuda"):
+            if part in found:
+                marks = [f"{mark:.1f}" for mark in found[part]["MB_at_10_20_40_60_80_100_percent"]]
+                slope = f"{found[part]['MB_per_1000_steps']:+.3f}"
+                rows.append([f"{device}, {part}", f"{found['steps']:,}", *marks, slope])
     header = ("memory in MB", "steps", "at 10 %", "20 %", "40 %", "60 %", "80 %", "100 %", "MB per 1,000 steps")
-    return markdown(header, rows, "memory-cpu.json")
+    return markdown(header, rows, "memory-cpu.json, results/memory-cuda.json", "; ".join(made))
 
 
 def losses() -> str:

@@ -234,7 +234,7 @@ def study_rows(name: str, *, results: Path) -> tuple[list[str], list[list[str]]]
 
 def row_name(cell: str, config: dict[str, Any]) -> str:
     """A cell's name without seed and data set: the same for cells that differ only in these."""
-    rest = re.sub(r"-seed\d+", "", cell).removeprefix(f"{config['dataset']}").removeprefix(f"-{config['method']}")
+    rest = re.sub(r"-seed\d+", "", cell).removeprefix(config["dataset"]).removeprefix(f"-{config['method']}")
     return title_of(config["method"]) + rest.replace("-", ", ").replace("alpha", "α ")
 
 
