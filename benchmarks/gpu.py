@@ -53,16 +53,16 @@ def median_ms(work: Callable[[], Any], *, times: int = 40, repeats: int = 5) -> 
     return statistics.median(found)
 
 
-def network(stem: str) -> Any:
+def network(stem: str, *, width: int = 512, depth: int = 2, d_z: int = 128) -> Any:
     """The same network for us and for the peers."""
     from curvssl.models import make_net
 
-    shape = {"channels": 3, "size": 32, "width": 512, "depth": 2, "d_z": 128, "norm": False, "seed": 0}
+    shape = {"channels": 3, "size": 32, "width": width, "depth": depth, "d_z": d_z, "norm": False, "seed": 0}
     return make_net(encoder="resnet18", stem=stem, **shape).cuda().to(memory_format=torch.channels_last)
 
 
-def make_step(stem: str, batch: int, method: str, mode: str, **views: Any) -> tuple[Any, Callable[[], None]]:
-    """Our own step on random images, and a function that takes one step; `views` are settings of the configuration."""
+def make_step(stem: str, batch: int, method: str, mode: str, **settings: Any) -> tuple[Any, Callable[[], None]]:
+    """Our own step on random images, and a function that takes one step; `settings` are those of the configuration."""
     from types import SimpleNamespace
 
     from curvssl.config import PretrainConfig
@@ -70,15 +70,16 @@ def make_step(stem: str, batch: int, method: str, mode: str, **views: Any) -> tu
     from curvssl.train.step import make_optimizer
 
     device = torch.device("cuda")
-    net = network(stem)
-    config = PretrainConfig(method=method, **views)
+    config = PretrainConfig(method=method, **settings)
+    net = network(stem, width=config.projector_width, depth=config.projector_depth, d_z=config.d_z)
+    rates = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.momentum}
     data: Any = SimpleNamespace(mean=MEAN, std=STD)
     step = loop.make_step(
         mode,
         net=net,
         criterion=loop.make_criterion(config),
         views=loop.make_views(config, data).to(device),
-        optimizer=make_optimizer(net, name="adam", lr=1e-3, weight_decay=1e-4, momentum=0.9, device=device, mode=mode),
+        optimizer=make_optimizer(net, name=config.optimizer, **rates, device=device, mode=mode),
         images=images(device="cuda"),
         device=device,
         bf16=True,
@@ -91,7 +92,7 @@ def make_step(stem: str, batch: int, method: str, mode: str, **views: Any) -> tu
         nonlocal calls
         rows = order[(calls * batch) % (IMAGES - batch) :][:batch]
         numbers.manual_seed(calls)
-        step(rows, step.views.draw(batch, generator=numbers), 1e-3)
+        step(rows, step.views.draw(batch, generator=numbers), config.lr)
         calls += 1
 
     return step, call
@@ -172,6 +173,20 @@ def steps(cases: list[tuple[str, int]], kinds: dict[str, dict[str, Any]]) -> lis
         worker.join()
     del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
     return sorted(found, key=lambda r: (cases.index((r["stem"], r["batch"])), [*kinds].index(r["name"])))
+
+
+def strong() -> list[dict[str, Any]]:
+    """The step of the preset fast-cifar10, and the same with Adam at its usual rate."""
+    import dataclasses
+
+    from curvssl.config import PretrainConfig, fast_cifar10
+
+    usual, preset = PretrainConfig(), fast_cifar10()
+    names = [field.name for field in dataclasses.fields(preset)]
+    changed = {name: getattr(preset, name) for name in names if getattr(preset, name) != getattr(usual, name)}
+    stem = changed.pop("stem")
+    adam = {name: getattr(usual, name) for name in ("optimizer", "lr", "weight_decay")}
+    return steps([(stem, preset.batch_size)], {"LARS": changed, "Adam": changed | adam})
 
 
 FIRST_STEPS = """
@@ -492,6 +507,7 @@ PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     ],
     "steps": lambda found: steps([(stem, batch) for batch in (256, 1024) for stem in FLOPS], METHODS),
     "views": lambda found: steps([(stem, 256) for stem in FLOPS], VIEWS),
+    "strong": lambda found: strong(),
     "view_peers": lambda found: [
         peer(stem, 256, lightly=True, workers=found["workers"], local=local) for stem in FLOPS for local in (0, 4)
     ],

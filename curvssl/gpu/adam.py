@@ -15,7 +15,6 @@ from torch import Tensor
 from curvssl.gpu.driver import leave_room
 
 BLOCK = 1024
-MANY = 2**14  # a weight with at least this many numbers is updated faster here than by torch
 
 
 @triton.jit

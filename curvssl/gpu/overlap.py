@@ -1,25 +1,29 @@
-"""Weight gradients of convolutions, and their Adam updates, on a second stream beside the rest of the backward pass.
+"""Weight gradients of convolutions, and the updates of the weights, on a second stream beside the backward pass.
 
 Only the optimiser needs a layer's weight gradient, and only the next step needs the updated weight. Small layers leave
 most of a GPU idle meanwhile. (steps.py also runs terms of the loss on the second stream, layers.py the running
 statistics.)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from curvssl.gpu import adam, stem
+from curvssl.gpu import adam, lars, stem
+from curvssl.lars import Lars
 
-# The main stream has the global views. Weight gradients and Adam are on the second. Where kernels are small, local
+# The optimisers whose weights are updated here, one at a time, and the functions that do it.
+UPDATES: dict[type, Callable[..., None]] = {torch.optim.Adam: adam.update, Lars: lars.update}
+MANY = 2**14  # a weight with at least this many numbers is updated faster by them than by the optimiser's own step
+# The main stream has the global views. Weight gradients and updates are on the second. Where kernels are small, local
 # views are on the third, and their weight gradients on the fourth.
 SECOND, THIRD, FOURTH = 2, 3, 4
 _streams: dict[tuple[int, int], torch.cuda.Stream] = {}  # of a device and a number
-# Set in a backward pass by `backward_and_step`: takes a weight and its gradients, returns whether it has updated it.
-_update: list[Callable[..., bool]] = []
+# Set in a backward pass by `backward_and_step`: takes a weight, its gradients, and whether it may be updated at once.
+_receive: list[Callable[..., None]] = []
 _used: set[int] = set()  # the numbers of the streams that had weight gradients in this backward pass
 
 
@@ -123,8 +127,8 @@ def _gradients(ctx: Any, grad: Tensor, x: Tensor, low: Tensor, wanted: list[bool
 
 
 def _beside(ctx: Any, grad: Tensor, x: Tensor, low: Tensor) -> Tensor | None:
-    """∂L/∂W in float32, computed on another stream; None if the weight has already been updated by it, or if the
-    gradient of another pass is still to come."""
+    """∂L/∂W in float32, computed on another stream; None if `backward_and_step` has received it, or if the gradient of
+    another pass is still to come."""
     here = torch.cuda.current_stream()
     number = FOURTH if here == stream(THIRD) else SECOND
     _used.add(number)
@@ -134,50 +138,73 @@ def _beside(ctx: Any, grad: Tensor, x: Tensor, low: Tensor) -> Tensor | None:
         gradients = ctx.uses.all_with(_weight_gradient(ctx, grad, x, low))
         if not gradients:
             return None
-        # In float32 `low` is the weight itself, which the rest of the backward pass still reads.
-        if _update and low.dtype != ctx.weight.dtype and _update[0](ctx.weight, *gradients):
+        if _receive:
+            # In float32 `low` is the weight itself, which the rest of the backward pass still reads.
+            _receive[0](ctx.weight, *gradients, at_once=low.dtype != ctx.weight.dtype)
             return None
-        gradient = torch.empty_like(ctx.weight).copy_(gradients[0])
-        for more in gradients[1:]:
-            gradient += more
+        gradient = _sum(gradients, like=ctx.weight)
     gradient.record_stream(here)
     here.wait_stream(second)
     return gradient
 
 
+def _sum(gradients: Sequence[Tensor], *, like: Tensor) -> Tensor:
+    total = torch.empty_like(like).copy_(gradients[0])
+    for more in gradients[1:]:
+        total += more
+    return total
+
+
 def moves(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `backward_and_step` supports this optimiser: torch.optim.Adam itself, without these options."""
-    return type(optimizer) is torch.optim.Adam and not any(
-        group[name] for group in optimizer.param_groups for name in ("amsgrad", "maximize", "decoupled_weight_decay")
+    """Whether weights of this optimiser are updated here: it is LARS, or torch's Adam without these options."""
+    options = ("amsgrad", "maximize", "decoupled_weight_decay")
+    return type(optimizer) in UPDATES and not any(
+        group.get(name) for group in optimizer.param_groups for name in options
     )
 
 
 def backward_and_step(backward: Callable[[], None], optimizer: torch.optim.Optimizer) -> None:
-    """The backward pass and Adam's step; a weight of `convolve` is updated as soon as its gradient is computed."""
+    """The backward pass and the optimiser's step. A weight of `convolve` is updated as soon as its gradient is
+    computed, if `moves` says so. Otherwise the optimiser updates it, which waits for all gradients at once."""
     moved: dict[Tensor, Tensor] = {}  # updated weights → their gradients
+    kept: dict[Tensor, Tensor] = {}  # weights of `convolve` that the optimiser will update → their gradients
     groups = {weight: group for group in optimizer.param_groups for weight in group["params"]}
-    states = optimizer.state
+    states, here = optimizer.state, torch.cuda.current_stream()
+    update = UPDATES[type(optimizer)] if moves(optimizer) else None
 
-    def update(weight: Tensor, *grads: Tensor) -> bool:
-        if weight not in groups or not states.get(weight):  # torch's Adam makes the state in the first step
+    def move(weight: Tensor, *grads: Tensor) -> bool:
+        if update is None or weight not in groups or not states.get(weight):  # the optimiser's first step makes states
             return False
         moved[weight] = torch.empty_like(weight)
-        adam.update(weight, *grads, found=moved[weight], state=states[weight], group=groups[weight])
+        update(weight, *grads, found=moved[weight], state=states[weight], group=groups[weight])
         return True
 
-    _update.append(update)
+    def receive(weight: Tensor, *grads: Tensor, at_once: bool) -> None:
+        if not (at_once and move(weight, *grads)):
+            kept[weight] = _sum(grads, like=weight)
+            kept[weight].record_stream(here)
+
+    def wait() -> None:
+        for number in {SECOND, *_used}:  # a stream that is captured must not wait for one that is not
+            here.wait_stream(stream(number))
+
+    _receive.append(receive)
     _used.clear()
     try:
         backward()
     finally:
-        _update.clear()
+        _receive.clear()
+    if kept:
+        wait()
+    for weight, gradient in kept.items():
+        weight.grad = gradient
     for weight in groups:
-        if weight.grad is not None and weight.numel() >= adam.MANY and update(weight, weight.grad):
+        if weight.grad is not None and weight.numel() >= MANY and move(weight, weight.grad):
             weight.grad = None  # so that the optimiser skips it
     optimizer.step()
-    for number in {SECOND, *_used}:  # a stream that is captured must not wait for one that is not
-        torch.cuda.current_stream().wait_stream(stream(number))
-    if moved:
-        torch._foreach_add_([states[weight]["step"] for weight in moved], 1)
+    wait()
+    counts = [states[weight]["step"] for weight in moved if "step" in states[weight]]  # Adam counts its steps
+    if counts:
+        torch._foreach_add_(counts, 1)
     for weight, gradient in moved.items():
         weight.grad = gradient

@@ -170,7 +170,7 @@ class FastStep:
         def backward() -> None:
             torch.autograd.backward(copies, gradients)
 
-        if self._by_hand and overlap.moves(step.optimizer):
+        if self._by_hand:
             overlap.backward_and_step(backward, step.optimizer)
             step.keep(terms, weights, copies[0])
         else:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from curvssl.collectives import total, world_size
 from curvssl.config import UserError
 from curvssl.data.views import Views
+from curvssl.lars import Lars
 from curvssl.losses import GLOBAL, Loss, over_pairs, pairs
 from curvssl.models import per_view
-from curvssl.train.lars import Lars
 
 Batch = Tensor | tuple[Tensor, ...]
 HISTORY = 2**16  # steps: of so many the device remembers the sums, to tell in which of them the loss broke

@@ -109,10 +109,10 @@ def test_compiled_and_captured_steps_train_as_eager_ones_do(
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("optimizer", ["sgd", "lars"])
-def test_a_captured_step_takes_another_optimiser(optimizer: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("optimizer", "local"), [("sgd", 0), ("lars", 0), ("lars", 3)])
+def test_a_captured_step_takes_another_optimiser(optimizer: str, local: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    settings = {"optimizer": optimizer, "bf16": True}
+    settings = {"optimizer": optimizer, "bf16": True, "local": local}
     eager, step = (
         make_step("curvssl", mode, torch.device("cuda"), net=small_net("resnet18"), **settings)
         for mode in ("eager", "captured")

@@ -22,10 +22,10 @@ from curvssl.data import named as data
 from curvssl.data.order import batches, hold_out, mix
 from curvssl.data.views import Augment, Views
 from curvssl.files import lock
+from curvssl.lars import Lars
 from curvssl.losses import BarlowTwinsLoss
 from curvssl.rundir import Run
 from curvssl.train import loop as train
-from curvssl.train.lars import Lars
 from curvssl.train.loop import Stopped, learning_rate, pretrain
 from curvssl.train.step import Step, make_optimizer
 
