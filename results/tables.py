@@ -466,18 +466,33 @@ def gpu_command() -> str:
 
 
 def gpu_again() -> str:
-    """The step of an earlier commit and of a later one, on two hosts."""
+    """The step of earlier commits and of later ones, on three hosts; on the last one both in turn."""
+    runs = [(host, read(file)) for host, file in enumerate(("gpu.json", "gpu-a94a0f4.json"), 1)]
+    runs = [(host, found["provenance"]["commit"][:7], found["steps"]) for host, found in runs]
+    runs += [(3, run["commit"], run["steps"]) for run in read("gpu-71412b6.json")["runs"]]
     rows = []
-    for file in ("gpu.json", "gpu-a94a0f4.json"):
-        found = read(file)
-        ms = {(r["stem"], r["method"]): f"{r['ms']:.3f}" for r in found["steps"] if r["batch"] == 256}
-        steps = [ms[stem, method] for stem in STEMS for method in ("barlow-twins", "curvssl")]
-        rows.append([found["provenance"]["commit"][:7], *steps])
+    for host, commit, steps in runs:
+        ms = {(r["stem"], r["method"]): f"{r['ms']:.3f}" for r in steps if r["batch"] == 256}
+        shown = [ms.get((stem, method), "") for stem in STEMS for method in ("barlow-twins", "curvssl")]
+        rows.append([str(host), commit, *shown])
     header = (
-        "ms a step, b = 256",
+        *("host", "ms a step, b = 256"),
         *(f"{title}, {name} stem" for name in STEMS.values() for title in ("Barlow Twins", "CurvSSL")),
     )
-    return markdown(header, rows, "gpu.json, results/gpu-a94a0f4.json", "NVIDIA H200, torch 2.11.0, two hosts")
+    files = "gpu.json, results/gpu-a94a0f4.json, results/gpu-71412b6.json"
+    return markdown(header, rows, files, "NVIDIA H200, torch 2.11.0")
+
+
+def few_labels() -> str:
+    """What the encoder of a preset is worth with a part of the labels."""
+    found = read("finetune-cifar10.json")
+    ways = ("linear probe", "fine-tuned", "from scratch")
+    rows = []
+    for share, entry in found["labels"].items():
+        values = [entry[way] for way in ways]
+        spread = [f"{v['mean']:.1f} ± {v['std']:.1f}" if len(v["accuracy"]) > 1 else f"{v['mean']:.1f}" for v in values]
+        rows.append([share, f"{entry['settings']['labels']:,}", str(len(values[0]["accuracy"])), *spread])
+    return markdown(("labels", "number", "draws", *ways), rows, "finetune-cifar10.json")
 
 
 def gpu_features() -> str:
@@ -1042,6 +1057,7 @@ MADE = (
     view_pairs,
     gpu_command,
     gpu_again,
+    few_labels,
     gpu_features,
     gpu_floors,
     gpu_sharing,
