@@ -18,8 +18,9 @@ import torch
 from cuda_ranks import CUDA, SMALL_LR, config
 from pipeline import TINY, flags, rows
 from ranks import assert_same_run, free_port
+from torch import Tensor, nn
 
-from curvssl.config import AugmentConfig
+from curvssl.config import AugmentConfig, UserError
 from curvssl.data import memory
 from curvssl.data.arrays import ArrayImages, read_arrays
 from curvssl.data.images import CHUNK
@@ -226,6 +227,31 @@ def test_a_run_begun_on_cuda_goes_on_on_the_cpu(folder: Path):
     assert rows(moved.path)[: len(begun)] == begun
     # One device divides a pixel by 255, the other multiplies it by 1/255, in float32.
     torch.testing.assert_close(ranks.loss_curve(moved.path), ranks.loss_curve(whole.path), rtol=5e-3, atol=0)
+
+
+class Breaks(nn.Module):
+    """A loss that is infinite from its seventh step on; the device counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
+        self.steps += 1
+        return (z0 - z1).square().mean() / (self.steps < 7)
+
+
+@pytest.mark.parametrize("step", ["eager", "captured"])
+def test_a_loss_that_breaks_on_the_device_is_named_with_its_step_and_the_checkpoint_is_from_before(
+    step: str, folder: Path, tmp_path: Path
+):
+    settings = config(folder, step=step, checkpoint_seconds=0)
+    with pytest.raises(UserError, match="the loss is not a number in step 7, epoch 7"):
+        pretrain(settings, criterion=Breaks(), out=tmp_path / "run", progress=False)
+    state = Run.read(tmp_path / "run").load_checkpoint()
+    assert state is not None
+    assert state["step"] == state["criterion"]["steps"] == 6
+    assert all(bool(tensor.isfinite().all()) for tensor in state["net"].values())
 
 
 # ---- compiled, and one rank over NCCL
