@@ -483,6 +483,12 @@ def gpu_again() -> str:
     return markdown(header, rows, files, "NVIDIA H200, torch 2.11.0")
 
 
+def gpu_strong() -> str:
+    """The step of the fast preset with both optimisers."""
+    rows = [[r["name"], f"{r['ms']:.2f} ms", f"{r['peak_GB']:.1f} GB"] for r in read("gpu-strong.json")["strong"]]
+    return markdown(("optimiser", "step", "memory"), rows, "gpu-strong.json")
+
+
 def few_labels() -> str:
     """What the encoder of a preset is worth with a part of the labels."""
     found = read("finetune-cifar10.json")
@@ -1058,6 +1064,7 @@ MADE = (
     gpu_command,
     gpu_again,
     few_labels,
+    gpu_strong,
     gpu_features,
     gpu_floors,
     gpu_sharing,
