@@ -799,20 +799,60 @@ def outlier_margins_new() -> str:
 
 
 def margins_of(group: str) -> str:
-    """Our default minus each peer on a group of tables, and bootstrap 95 % intervals over the tables."""
-    tables = list(read("outliers.json")[group]["tables"].values())
+    """Our default minus each peer on a group of tables."""
+    rows = [[peer, *over.values()] for peer, over in margins(group).items()]
+    return markdown(("our default's AUROC minus that of", "mixed", "clean"), rows, "outliers.json")
+
+
+def margins(*groups: str) -> dict[str, dict[str, str]]:
+    """Our default's AUROC minus each peer's over the tables of these groups, with bootstrap 95 % intervals."""
+    tables = [table for group in groups for table in read("outliers.json")[group]["tables"].values()]
     draw = random.Random(0)
     samples = [draw.choices(range(len(tables)), k=len(tables)) for _ in range(2000)]
     ours, *peers = tables[0]["mixed"]
-    rows = []
+    found: dict[str, dict[str, str]] = {peer: {} for peer in peers}
     for peer in peers:
-        row = [peer]
         for setting in ("mixed", "clean"):
             over = [table[setting][ours]["auroc"] - table[setting][peer]["auroc"] for table in tables]
             cuts = quantiles([mean(over[i] for i in sample) for sample in samples], n=40)
-            row.append(f"{mean(over):+.1f} [{cuts[0]:+.1f}, {cuts[-1]:+.1f}]")
-        rows.append(row)
-    return markdown(("our default's AUROC minus that of", "mixed", "clean"), rows, "outliers.json")
+            found[peer][setting] = f"{mean(over):+.1f} [{cuts[0]:+.1f}, {cuts[-1]:+.1f}]"
+    return found
+
+
+def outliers_unseen() -> str:
+    """All tables that nothing was chosen on."""
+    groups = ("report", "keel")
+    found, over = read("outliers.json"), margins("report", "keel")
+    shares = {group: len(found[group]["tables"]) for group in groups}
+    count = sum(shares.values())
+    values = {
+        name: [
+            sum(n * found[group]["means"][setting][name][key] for group, n in shares.items()) / count
+            for setting, key in (("mixed", "auroc"), ("mixed", "rank"), ("clean", "auroc"))
+        ]
+        for name in found["report"]["means"]["mixed"]
+    }
+    rows = []
+    for name, (auroc, rank, clean) in sorted(values.items(), key=lambda item: -item[1][0]):
+        less = over.get(name, {"mixed": "", "clean": ""})
+        title = name if name in over else f"**{name}**"
+        rows.append([title, f"{auroc:.1f}", f"{rank:.1f}", less["mixed"], f"{clean:.1f}", less["clean"]])
+    minus = "our default minus it"
+    header = (f"mean over {count} tables", "mixed: AUROC", "rank", minus, "clean: AUROC", minus)
+    return markdown(header, rows, "outliers.json")
+
+
+def outliers_ends() -> str:
+    """The default with other largest neighbourhoods."""
+    noted = read("outliers-notes.json")["upper_ends"]["rows"]
+    keys = ("mixed_auroc", "mixed_rank", "clean_auroc")
+    rows = [
+        [f"{r['up_to']:.0%}", *(f"{r[key]:.2f}" for key in keys)]
+        for r in sorted(noted, key=lambda r: r["up_to"])
+        if r["tables"] == "choose and keel"
+    ]
+    header = ("largest neighbourhood, of all points", "mixed: AUROC", "rank among twelve", "clean: AUROC")
+    return markdown(header, rows, "outliers-notes.json")
 
 
 def outliers_tried() -> str:
@@ -1089,6 +1129,8 @@ MADE = (
     outliers_new,
     outlier_margins,
     outlier_margins_new,
+    outliers_unseen,
+    outliers_ends,
     outliers_tried,
     fuzz,
     memory,
