@@ -388,23 +388,44 @@ PREDICTORS = {  # what the last row of a run's metrics may tell of its accuracy
     "effective_rank": "effective rank of the embeddings",
     "knn": "accuracy of the kNN monitor, which needs labels",
 }
+MEASURED = {  # and what its features may
+    "curvature": "mean curvature of the features",
+    "kernel_curvature": "mean kernel curvature of the features",
+    "rankme": "RankMe",
+    "alpha_req": "α-ReQ, its nearness to 1",
+    "nesum": "NESum",
+    "stable_rank": "stable rank",
+    "selfcluster": "SelfCluster",
+    "twonn": "TwoNN",
+}
+
+
+def shown_by(cell: Any, key: str) -> float | None:
+    """A predictor of a cell, if the cell has it: those before the measures were added do not."""
+    if key not in MEASURED:
+        return cell["curves"][-1].get(key)
+    value = cell.get("measures", {}).get(key)
+    return -abs(value - 1) if key == "alpha_req" and value is not None else value
 
 
 def predictors() -> str:
-    """Rank correlation, over the cells of all studies, of what training shows with the accuracy of the linear probe."""
+    """Rank correlation, over the cells of all studies, of what training and features show with the accuracy of the
+    linear probe."""
     cells = [cell for folder in sorted(HERE.glob("*/")) for cell in cells_of(folder.name).values() if "curves" in cell]
     groups: dict[str, list[Any]] = {}
     for cell in cells:
         stem = f", {STEMS[cell['config']['stem']]} stem" if cell["config"]["dataset"] == "cifar10" else ""
         groups.setdefault(cell["config"]["dataset"] + stem, []).append(cell)
     rows = []
-    for key, title in PREDICTORS.items():
+    for key, title in (PREDICTORS | MEASURED).items():
         row = [title]
         for members in groups.values():
-            last = [(cell["curves"][-1], cell["probes"]["linear"]["mean"]) for cell in members]
-            pairs = [(metrics[key], accuracy) for metrics, accuracy in last if key in metrics]
-            row.append(rank_correlation(pairs) if len(pairs) >= 10 else "–")
-        rows.append(row)
+            shown = [(shown_by(cell, key), cell["probes"]["linear"]["mean"]) for cell in members]
+            pairs = [(value, accuracy) for value, accuracy in shown if value is not None]
+            of = f", {len(pairs)} runs" if len(pairs) < len(members) else ""
+            row.append(rank_correlation(pairs) + of if len(pairs) >= 10 else "–")
+        if {*row[1:]} != {"–"}:
+            rows.append(row)
     header = ("rank correlation with linear accuracy", *(f"{name}, {len(of)} runs" for name, of in groups.items()))
     return markdown(header, rows, "*/", "the last epoch of every run of all studies; bootstrap 95 % intervals")
 

@@ -17,13 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from curvssl.config import PretrainConfig, UserError, differences, unknown
 from curvssl.data.order import hold_out
 from curvssl.evaluate.features import Features, load
 from curvssl.evaluate.maps import COLOURS
-from curvssl.evaluate.runs import dataset_of, features_of, probe, probe_features, spread, table
+from curvssl.evaluate.quality import MEASURES
+from curvssl.evaluate.runs import dataset_of, features_of, here, probe, probe_features, sampled, spread, table
 from curvssl.files import Busy, lock, say, write_json
+from curvssl.geometry import curvature, kernel_curvature
 from curvssl.manifest import seal, sealed
 from curvssl.methods import METHODS, title_of
 from curvssl.paper import figures
@@ -32,6 +35,7 @@ from curvssl.rundir import Run, provenance
 from curvssl.train.loop import pretrain
 
 CURVE_POINTS = 100  # rows of metrics in a cell's JSON
+MEASURED_IMAGES = 5_000  # for the measures, which shift with their number: CIFAR-10 holds out so many
 PICTURED = ("barlow-twins", "curvssl", "kernel-curvssl")  # their first seed in the study "faithful" gets a map
 WATCHED = (("rho", 2), ("effective_rank", 0))  # columns for metrics of the last batch, with their number of decimals
 CURVES = ("invariance", "redundancy", "effective_rank", "rho", "z_std", "knn")
@@ -100,7 +104,7 @@ def to_do(name: str, *, results: Path, only: str = "") -> list[str]:
 def finish_cell(study: str, cell: str, config: PretrainConfig, *, results: Path, run_path: Path, source: str) -> None:
     started = time.monotonic()
     run = pretrain(config, out=run_path, source=source)
-    probes = judge(run, source=source)
+    judged = judge(run, source=source)
     seconds = time.monotonic() - started
     made = provenance(device=run.read_json("provenance.json")["device"])
     made |= {key: run.read_json("provenance.json").get(key) for key in ("data_sha256", "seconds")}
@@ -109,7 +113,7 @@ def finish_cell(study: str, cell: str, config: PretrainConfig, *, results: Path,
         "cell": cell,
         "config": config.to_dict(),
         "judged_on": "held-out training images" if config.holdout else "test images",
-        "probes": probes,
+        **judged,
         "curves": thin(run.metrics()),
         "seconds_with_probes": seconds,
         "provenance": made,
@@ -118,15 +122,26 @@ def finish_cell(study: str, cell: str, config: PretrainConfig, *, results: Path,
 
 
 def judge(run: Run, *, source: str) -> dict[str, Any]:
-    """Probe on the test images; for studies that choose settings, on held-out training images instead."""
-    if not run.config.holdout:
-        return probe(run, source=source, floors=False)
+    """Probes and measures on the test images; for studies that choose settings, on held-out training images instead."""
     data = dataset_of(run, source=source)
+    if not run.config.holdout:
+        probes = probe(run, source=source, floors=False)
+        return {"probes": probes, "measures": measures(features_of(run, data, "test").h)}
     train = features_of(run, data, "train")
     assert train.y is not None
     fit, held, _ = hold_out(len(train.h), share=run.config.holdout, seed=run.config.seed)
     parts = (Features(h=train.h[rows], y=train.y[rows]) for rows in (fit, held))
-    return probe_features(*parts, seeds=SEEDS, classes=len(data.classes))
+    probes = probe_features(*parts, seeds=SEEDS, classes=len(data.classes))
+    return {"probes": probes, "measures": measures(train.h[held])}
+
+
+def measures(h: Tensor) -> dict[str, Any]:
+    """What features (n, d) show without labels: the measures that need no views, and the mean of both curvatures."""
+    h = h[sampled(len(h), MEASURED_IMAGES)].to(here())
+    found = {name: measure(h) for name, measure in MEASURES.items() if not measure.views}
+    found |= {"curvature": float(curvature(h).mean()), "kernel_curvature": float(kernel_curvature(h).mean())}
+    finite = {name: value if math.isfinite(value) else None for name, value in found.items()}  # JSON has no NaN
+    return {"images": len(h)} | finite
 
 
 def to_map(name: str, *, results: Path) -> list[str]:

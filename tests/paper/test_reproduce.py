@@ -5,14 +5,18 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from scipy import stats
+from sklearn.neighbors import NearestNeighbors
 
 from curvssl.cli import main
 from curvssl.config import PretrainConfig, demo, paper_cifar10, paper_mnist
+from curvssl.data.order import hold_out
 from curvssl.files import lock
 from curvssl.manifest import seal
 from curvssl.paper import reproduce, studies
+from curvssl.rundir import Run
 
 
 def tiny() -> studies.Study:
@@ -98,6 +102,18 @@ def test_settings_are_chosen_on_training_images_that_were_held_out(tmp_path: Pat
     right = found["probes"]["knn"]["mean"] / 100 * held
     assert right == pytest.approx(round(right), abs=1e-6)  # a whole number of held-out images
     assert not (tmp_path / "runs/choice/digits-vicreg-held/features-test.npz").exists()
+
+    measures = found["measures"]  # of the same images, so of as many
+    assert measures["images"] == held
+    run = Run.read(tmp_path / "runs/choice/digits-vicreg-held")
+    _, rows, _ = hold_out(1437, share=0.2, seed=0)
+    h = np.load(run.path / "features-train.npz")["h"][rows.sort().values].astype(np.float64)
+    sigma = np.linalg.svd(h, compute_uv=False)
+    assert measures["stable_rank"] == pytest.approx((sigma**2).sum() / sigma[0] ** 2, rel=1e-5)
+    edges = h[NearestNeighbors(n_neighbors=11).fit(h).kneighbors(h)[1][:, 1:]] - h[:, None]
+    edges /= np.linalg.norm(edges, axis=2, keepdims=True)
+    cosines = np.einsum("iad,ibd->iab", edges, edges)
+    assert measures["curvature"] == pytest.approx((cosines.sum((1, 2)) - 10).mean() / 2, rel=1e-4)
 
 
 def test_the_table_has_the_papers_number_the_spread_over_seeds_and_the_paired_difference(tmp_path: Path):
