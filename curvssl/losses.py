@@ -171,10 +171,12 @@ class Curvature(Loss):
         self.kernel = None if kernel is None else resolve(kernel)
 
     def over_views(self, z: Tensor, blended: Tensor | None, t: Tensor | None) -> Tensor:
-        z = z[:GLOBAL]
-        b = z.shape[1] * world_size()
-        check_k(self.k, n=b)
-        c = standardise(self.scores(z).mT, eps=self.eps)  # (b, 2): c̃ and c̃', Eq. (17)
+        return self.aligned(self.scores(z[:GLOBAL]))
+
+    def aligned(self, c: Tensor) -> Tensor:
+        """The numbers of two views' scores (2, b)."""
+        b = c.shape[1] * world_size()
+        c = standardise(c.mT, eps=self.eps)  # (b, 2): c̃ and c̃', Eq. (17)
         m = c[:, 0] * c[:, 1] / b  # M has rank one: L_curv needs only its diagonal m and three sums
         sums = total(torch.stack((m.sum(), m.square().sum(), *c.square().sum(0))))
         rho, diagonal_squares, squares0, squares1 = sums.unbind()  # ρ is the trace of M
@@ -185,15 +187,19 @@ class Curvature(Loss):
     def weights(self) -> dict[str, float]:
         return {"curvature_alignment": 1.0, "curvature_decorrelation": self.lambda_curv}
 
-    def scores(self, z: Tensor) -> Tensor:
-        """Eq. (15) or (16): scores of v views, with neighbours in the global batch, (v, b, d) → (v, b)."""
+    def scores(self, z: Tensor, more: Tensor | None = None) -> Tensor:
+        """Eq. (15) or (16): scores of v views, with neighbours in the global batch, (v, b, d) → (v, b). With `more`
+        points (v, m, d) also among these; γ is still that of the batch."""
+        check_k(self.k, n=z.shape[1] * world_size())
         everyone, first = among_all(z)
+        batch = everyone.shape[1]
+        everyone = everyone if more is None else torch.cat((everyone, more), 1)
         if self.kernel is None:
             return scores(z, everyone, neighbors=neighbors_of(z, everyone, k=self.k, first=first))
         if scale_free(self.kernel, self.gamma):
             scale = rescaling_with_gradient(everyone, (1, 2))
             z, everyone = z * scale, everyone * scale
-        width = kernel_width(everyone, kernel=self.kernel, gamma=self.gamma)
+        width = kernel_width(everyone[:, :batch], kernel=self.kernel, gamma=self.gamma)
         neighbors = kernel_neighbors(z, everyone, k=self.k, kernel=self.kernel, width=width, first=first)
         return kernel_scores(z, everyone, kernel=self.kernel, width=width, neighbors=neighbors)
 
@@ -269,7 +275,7 @@ class Sum(Loss):
     def __init__(self, loss: Loss, *more: tuple[float, Loss]) -> None:
         super().__init__()
         self.loss, self.more = loss, nn.ModuleList(term for _, term in more)
-        self.alphas = [weight for weight, _ in more]
+        self.alphas = tuple(weight for weight, _ in more)
 
     def parts(self) -> tuple[tuple[float, Loss], ...]:
         return *self.loss.parts(), *zip(self.alphas, self.more, strict=True)  # type: ignore[arg-type]

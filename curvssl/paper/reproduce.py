@@ -4,6 +4,7 @@ Each finished cell is one JSON in results/STUDY/, with its provenance, and is no
 over many sessions and machines. Tables and figures are made from the JSON alone.
 """
 
+import dataclasses
 import math
 import os
 import re
@@ -30,7 +31,7 @@ from curvssl.geometry import curvature, kernel_curvature
 from curvssl.manifest import seal, sealed
 from curvssl.methods import METHODS, title_of
 from curvssl.paper import figures
-from curvssl.paper.studies import SEEDS, study_of
+from curvssl.paper.studies import SEEDS, Cell, study_of
 from curvssl.rundir import Run, provenance
 from curvssl.train.loop import pretrain
 
@@ -101,9 +102,10 @@ def to_do(name: str, *, results: Path, only: str = "") -> list[str]:
     return [cell for cell in study if only in cell and cell not in done]
 
 
-def finish_cell(study: str, cell: str, config: PretrainConfig, *, results: Path, run_path: Path, source: str) -> None:
-    started = time.monotonic()
-    run = pretrain(config, out=run_path, source=source)
+def finish_cell(study: str, cell: str, of: Cell, *, results: Path, run_path: Path, source: str) -> None:
+    started, config = time.monotonic(), of.config
+    criterion = None if of.arm is None else of.arm.make(config)
+    run = pretrain(config, out=run_path, source=source, criterion=criterion)
     judged = judge(run, source=source)
     seconds = time.monotonic() - started
     made = provenance(device=run.read_json("provenance.json")["device"])
@@ -112,6 +114,7 @@ def finish_cell(study: str, cell: str, config: PretrainConfig, *, results: Path,
         "study": study,
         "cell": cell,
         "config": config.to_dict(),
+        "criterion": criterion_of(of),
         "judged_on": "held-out training images" if config.holdout else "test images",
         **judged,
         "curves": thin(run.metrics()),
@@ -119,6 +122,11 @@ def finish_cell(study: str, cell: str, config: PretrainConfig, *, results: Path,
         "provenance": made,
     }
     write_json(results / study / f"{cell}.json", seal(value))
+
+
+def criterion_of(cell: Cell) -> dict[str, Any] | None:
+    """The name and the settings of a cell's own loss; None for a method."""
+    return None if cell.arm is None else dataclasses.asdict(cell.arm)
 
 
 def judge(run: Run, *, source: str) -> dict[str, Any]:
@@ -146,7 +154,7 @@ def measures(h: Tensor) -> dict[str, Any]:
 
 def to_map(name: str, *, results: Path) -> list[str]:
     """Cells that need a map of their test features and have none, or one of an earlier result."""
-    first = {cell: c for cell, c in study_of(name).items() if name == "faithful" and c.seed == SEEDS[0]}
+    first = {cell: c for cell, (c, _) in study_of(name).items() if name == "faithful" and c.seed == SEEDS[0]}
     pictured = [cell for cell, c in first.items() if c.method in PICTURED]
     done = read_results(name, results=results) if pictured else {}
     return [cell for cell in pictured if map_of(name, cell, done.get(cell), results=results) is None]
@@ -193,12 +201,15 @@ def thin(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def read_results(name: str, *, results: Path) -> dict[str, dict[str, Any]]:
     """{cell: its JSON} of the finished cells. One that is damaged, or of other settings, is an error."""
     found = {}
-    for cell, config in study_of(name).items():
+    for cell, of in study_of(name).items():
         file, again = results / name / f"{cell}.json", f"curvssl reproduce --study {name} --only {cell}"
         if os.path.lexists(file):
             remedy = f"restore it, or delete it and run {again}"
             value = sealed(file, remedy=remedy)
-            if changed := differences(PretrainConfig.from_dict(value["config"]), config):
+            changed = differences(PretrainConfig.from_dict(value["config"]), of.config)
+            if value.get("criterion") != criterion_of(of):
+                changed = f"criterion {value.get('criterion')} → {criterion_of(of)}"
+            if changed:
                 raise UserError(f"{file} has other settings than the study ({changed}): {remedy}")
             found[cell] = value
     return found

@@ -1,12 +1,21 @@
-"""The runs that reproduce the paper: a study is a function that returns one configuration per cell."""
+"""The runs that reproduce the paper: a study is a function that returns one configuration per cell.
+
+A cell whose loss is no method has an `Arm` beside its configuration."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from curvssl.config import AugmentConfig, Colours, PretrainConfig, paper_cifar10, paper_mnist, unknown
+from curvssl.paper.arms import Arm
 
 Study = dict[str, PretrainConfig]
+
+
+class Cell(NamedTuple):
+    config: PretrainConfig
+    arm: Arm | None = None
+
 
 SEEDS = (0, 1, 2)
 PAPERS = ("barlow-twins", "vicreg", "curvssl", "kernel-curvssl")  # the methods of Table 1
@@ -213,7 +222,7 @@ def curvature() -> Study:
     }
 
 
-STUDIES: dict[str, Callable[[], Study]] = {
+STUDIES: dict[str, Callable[[], Mapping[str, PretrainConfig | Cell]]] = {
     "faithful": faithful,
     "literal": literal,
     "alpha": alpha,
@@ -235,7 +244,7 @@ def cells(*presets: PretrainConfig, methods: Sequence[str], seeds: Sequence[int]
     }
 
 
-def study_of(name: str) -> Study:
+def study_of(name: str) -> dict[str, Cell]:
     if name not in STUDIES:
         raise unknown("study", name, STUDIES)
-    return STUDIES[name]()
+    return {cell: Cell(of) if isinstance(of, PretrainConfig) else of for cell, of in STUDIES[name]().items()}

@@ -65,7 +65,8 @@ def pretrain(
 
     Objects given here replace what the configuration names. They are not changed: the run trains copies.
 
-    criterion: any module (z0, z1) → scalar; its parameters are trained, its buffers are part of every checkpoint.
+    criterion: any module (z0, z1) → scalar; its parameters are trained, its buffers are part of every checkpoint. If it
+        has a method `schedule`, that is told before each step which share of the run is done, from 0 to 1.
     encoder: any module (b, 3, H, W) → (b, d_h); see `curvssl.load_encoder` for how to get it back.
     images: uint8 tensor or array (N, C, H, W), or a map-style torch Dataset of images.
     """
@@ -278,11 +279,13 @@ def _train(
             chart(row)
         measured, epoch_started, epoch_first = None, time.monotonic(), row["step"]
 
+    schedule = getattr(criterion, "schedule", lambda share: None)
     exact = full_precision() if config.precision == "fp32" else nullcontext()
     with stopping() as signals, bar as show, charts as chart, exact:
         for s, batch in enumerate(inputs, done):
             u = drawn(s)
             lr = learning_rate(s, config, steps_per_epoch=steps_per_epoch)
+            schedule(s / last)
             try:
                 step(batch, u, lr)
             except NotFinite as error:

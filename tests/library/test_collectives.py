@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from curvssl import BarlowTwinsLoss, Curvature, CurvSSLLoss, KernelCurvSSLLoss, VICRegLoss
 from curvssl import ranks as distributed
 from curvssl.losses import Chord, Sum
+from curvssl.paper.arms import NTXent, Profile
 
 IMAGES, FEATURES, EMBEDDING = 24, 6, 4  # 24 images: 12 for each of 2 ranks, 8 for each of 3
 LOSSES: dict[str, nn.Module] = {
@@ -25,6 +26,8 @@ LOSSES: dict[str, nn.Module] = {
     "polynomial": KernelCurvSSLLoss(k=5, kernel="polynomial", gamma="scale"),
     "cosine": KernelCurvSSLLoss(k=5, kernel="cosine"),
     "linear": KernelCurvSSLLoss(k=5, kernel="linear"),
+    "nt-xent": NTXent(),
+    "profile": Profile(k=9),
 }
 MANY: dict[str, nn.Module] = {  # over all views
     "barlow over views": BarlowTwinsLoss(lambda_emb=0.3),

@@ -61,7 +61,7 @@ def test_the_alpha_study_varies_the_weight_and_nothing_else():
 
 def test_curves_have_a_colour_for_each_row_and_where_these_are_too_many_for_each_method():
     for name, labels in (("alpha", 7), ("recipe", 3)):
-        cells = {cell: c.to_dict() for cell, c in studies.study_of(name).items() if c.dataset == "cifar10"}
+        cells = {cell: c.to_dict() for cell, (c, _) in studies.study_of(name).items() if c.dataset == "cifar10"}
         drawn = reproduce.looks(cells)
         assert (
             len({look["label"] for look in drawn.values()}) == len({look["color"] for look in drawn.values()}) == labels
