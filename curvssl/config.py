@@ -96,6 +96,7 @@ class PretrainConfig(LossSettings):
     epochs: int = 100  # passes over the training images
     batch_size: int = 256  # the global batch, over all devices; neighbours are sought inside it; 0: suits the images
     image_size: int = 32  # the views are this many pixels wide and high; 0: suits the images and the device
+    limit: int = 0  # train on at most so many of the images, drawn with the seed, for a quick try; 0: on all of them
     holdout: float = 0.1  # share of the training images kept out of pretraining, for the kNN monitor
     monitor_every: int = 5  # epochs between two runs of the monitor: kNN, and measures without labels; 0 never
 
@@ -145,7 +146,7 @@ class PretrainConfig(LossSettings):
             if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
                 raise UserError(f"{name}={getattr(self, name)} needs to be a positive number")
         weights = [name for name, setting in SETTINGS.items() if isinstance(setting.default, float)]
-        counts = ("batch_size", "image_size", "local_views", "monitor_every", "checkpoint_seconds", "seed")
+        counts = ("limit", "batch_size", "image_size", "local_views", "monitor_every", "checkpoint_seconds", "seed")
         for name in (*weights, "alpha_chord", "alpha_turn", "weight_decay", "warmup_epochs", *counts):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise UserError(f"{name}={getattr(self, name)} needs to be 0 or more")

@@ -119,7 +119,7 @@ def chosen(config: PretrainConfig, data: Dataset) -> Rows:
     """Which images are trained on, and which are held out."""
     labelled = len(data.train.images)
     unlabelled = len(data.pretraining) - labelled
-    return hold_out(labelled, share=config.holdout, seed=config.seed, unlabelled=unlabelled)
+    return hold_out(labelled, share=config.holdout, seed=config.seed, unlabelled=unlabelled, limit=config.limit)
 
 
 def default_out(config: PretrainConfig) -> Path:
@@ -157,6 +157,9 @@ def _train(
             f"{len(fit)} training images do not fill one batch of {config.batch_size}: lower --batch-size (and --k)"
         )
     last = steps_per_epoch * config.epochs
+    everyone = pool
+    if config.limit:  # the others are not read, but for the monitor
+        pool, fit = pool[fit], torch.arange(len(fit))
 
     channels = max(3, data.train.images.shape[1])  # the augmentation makes grey images RGB
     net = run.make_net(channels=channels, encoder=encoder).to(device)
@@ -243,11 +246,12 @@ def _train(
         numbers.manual_seed(mix(config.seed, s))
         return [part[:, mine] for part in views.draw(config.batch_size, generator=numbers)]
 
-    watched = pool if images is None else TensorImages.of(images)
+    read = pool if images is None else TensorImages.of(images)
+    watched = everyone if config.limit else read
     inputs: Iterator[Batch] = rows
     if device.type == "cpu" and mode == "eager" and views.are_large(pool.shape) and POSSIBLE:
         steps = ((batch, drawn(s)) for s, batch in enumerate(rows, done))
-        inputs = viewed(watched, views, steps, b=config.batch_size // world)
+        inputs = viewed(read, views, steps, b=config.batch_size // world)
     elif images is None:
         inputs = pool.batches(rows, device=device)
     bar = watch.progress_bar(last, done, hidden=not progress, title=run.path.name)
