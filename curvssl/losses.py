@@ -49,7 +49,7 @@ class Loss(nn.Module):
 
     def over_views(self, z: Tensor, blended: Tensor | None, t: Tensor | None) -> Tensor:
         """The numbers of V views (V, b, d): a mean over the pairs of a global view and any other. `blended` and `t`
-        are for a term of blends, like `Chord`."""
+        are for a term of one more view, like `Chord` and `ViewPath`."""
         if len(z) == GLOBAL:
             return self.numbers(z)
         return over_pairs(torch.stack([self.numbers(torch.stack((z[g], z[v]))) for g, v in pairs(len(z))], dim=1))
@@ -243,6 +243,32 @@ class Chord(Loss):
 
     def weights(self) -> dict[str, float]:
         return {"chord": 1.0}
+
+
+class ViewPath(Loss):
+    """Mean over points and dimensions of (z̃_mid − (z̃_0 + z̃_1) / 2)²: `Chord` along a path of views of one image.
+
+    The middle view is made from the mean of the uniform numbers of the two global ones, so that its crop and colours
+    lie between theirs. All are standardised by the mean and the deviation of the two global views together.
+    """
+
+    names = ("path",)
+
+    def __init__(self, *, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def over_views(self, z: Tensor, blended: Tensor | None, t: Tensor | None) -> Tensor:
+        if blended is None or t is None:
+            raise ValueError("the path needs the embeddings of middle views: give the loss those")
+        scale, centre, ends, deviation = centred(z[:GLOBAL].flatten(0, 1))
+        first, second = (ends / (deviation + self.eps * scale)).chunk(GLOBAL)
+        middle = (blended - centre / scale) / (deviation / scale + self.eps)
+        off = middle - (t[:, None] * first + (1 - t[:, None]) * second)
+        return total(off.square().sum().view(1)) / (off.numel() * world_size())
+
+    def weights(self) -> dict[str, float]:
+        return {"path": 1.0}
 
 
 class Turn(Loss):

@@ -32,7 +32,7 @@ from curvssl.data.own import own_images
 from curvssl.data.viewed import POSSIBLE, viewed
 from curvssl.data.views import Augment, Views
 from curvssl.files import lock
-from curvssl.losses import Chord, Loss, Sum, Turn
+from curvssl.losses import Chord, Loss, Sum, Turn, ViewPath
 from curvssl.methods import METHODS, OWN
 from curvssl.models import full_precision
 from curvssl.rundir import AGAIN, Run, provenance
@@ -357,7 +357,11 @@ def steps_behind(device: torch.device) -> int:
 def make_criterion(config: PretrainConfig) -> nn.Module:
     """The loss of the configured method, with its settings, and the terms that are added to it."""
     loss: Loss = METHODS[config.method].make(**config.loss_settings())
-    added: list[tuple[float, Loss]] = [(config.alpha_chord, Chord()), (config.alpha_turn, Turn())]
+    added: list[tuple[float, Loss]] = [
+        (config.alpha_chord, Chord()),
+        (config.alpha_path, ViewPath()),
+        (config.alpha_turn, Turn()),
+    ]
     added = [(weight, term) for weight, term in added if weight]
     return Sum(loss, *added) if added else loss
 
@@ -377,6 +381,7 @@ def make_views(config: PretrainConfig, data: Dataset) -> Views:
         turned=made(config.local_size, turned) if config.alpha_turn else None,
         turns=config.turned_views if config.alpha_turn else 0,
         blends=config.alpha_chord > 0,
+        middle=config.alpha_path > 0,
     )
 
 

@@ -92,6 +92,7 @@ def test_the_second_step_of_a_process_is_compiled_even_if_a_function_may_be_comp
         ("curvssl", "captured", True, "resnet18", {"local": 3, "alpha_chord": 2.0, "alpha_turn": 3.0}),
         ("curvssl", "captured", False, "resnet-mini", {"alpha_turn": 3.0}),
         ("barlow-twins", "captured", False, "resnet18", {"local": 3}),
+        ("barlow-twins", "captured", False, "resnet18", {"local": 1, "alpha_path": 20.0}),
     ],
 )
 def test_compiled_and_captured_steps_train_as_eager_ones_do(

@@ -194,6 +194,8 @@ def test_other_views_have_the_colours_of_the_first_unless_told_otherwise():
         ({"alpha_chord": -1.0}, "alpha_chord=-1.0 needs to be 0 or more"),
         ({"alpha_chord": 1.0, "batch_size": 255}, "batch_size=255 has no pairs to blend for alpha_chord"),
         ({"alpha_chord": 1.0, "method": "own"}, "an own criterion sees no blends"),
+        ({"alpha_path": 1.0, "alpha_chord": 1.0}, "a step has room for one: set one to 0"),
+        ({"alpha_path": 1.0, "second": Colours(blur=0.5)}, "alpha_path needs two global views that are made alike"),
         ({"alpha_turn": 1.0, "method": "own"}, "an own criterion sees no turned views"),
     ],
 )
