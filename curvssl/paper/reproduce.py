@@ -154,7 +154,7 @@ def measures(h: Tensor) -> dict[str, Any]:
 
 def to_map(name: str, *, results: Path) -> list[str]:
     """Cells that need a map of their test features and have none, or one of an earlier result."""
-    first = {cell: c for cell, (c, _) in study_of(name).items() if name == "faithful" and c.seed == SEEDS[0]}
+    first = {cell: c for cell, (c, *_) in study_of(name).items() if name == "faithful" and c.seed == SEEDS[0]}
     pictured = [cell for cell, c in first.items() if c.method in PICTURED]
     done = read_results(name, results=results) if pictured else {}
     return [cell for cell in pictured if map_of(name, cell, done.get(cell), results=results) is None]
