@@ -250,6 +250,11 @@ def test_the_arms_of_the_study_of_curvature_are_captured_with_their_schedule_and
     assert step.mode == "captured"
     assert step.means() == pytest.approx(eager.means(), rel=5e-3, abs=5e-2)
     torch.testing.assert_close(step.criterion.state_dict(), eager.criterion.state_dict(), rtol=1e-2, atol=1e-2)
+    rows, u = torch.arange(BATCH, device="cuda"), draw(step, BATCH)
+    with nothing_waits():  # for a new weight neither
+        for share in (0.7, 0.8):
+            step.criterion.schedule(share)
+            step(rows, u, 1e-5)
 
 
 # ---- a user's own criterion ----
