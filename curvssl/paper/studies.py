@@ -284,20 +284,22 @@ def curvature_arms() -> dict[str, Cell]:
         for alpha in weights:
             name = f"late{'-kernel' * (kernel is not None)}-alpha{alpha:g}"
             arms.add(name, over=twins, arm=Arm(twins, alpha, kernel=kernel, late=True))
-    for alpha in (13.0, 40.0, 128.0):  # up to as many as dimensions: L_emb is a sum over dimensions, the chord a mean
+    # For random embeddings the largest weight gives the chord, and the path, a gradient of about twice that of L_emb.
+    for alpha in (128.0, 400.0, 1200.0):
         arms.add(f"chord{alpha:g}", over=twins, step="chord", alpha_chord=alpha)
-    for alpha in (13.0, 128.0):
+    for alpha in (40.0, 400.0):
         arms.add(f"path{alpha:g}", over=twins, step="path", alpha_path=alpha)
-    for alpha in (0.3, 3.0):
+    for alpha in (3.0, 10.0):
         arms.add(f"profile-alpha{alpha:g}", over=twins, step="profile", arm=Arm(twins, alpha, "profile"))
     arms.add("bank-alpha3", over=twins, step="bank", arm=Arm(twins, 3.0, "bank"))
     for alpha in (10.0, 30.0):
         arm = Arm(twins, alpha, "bank", kernel="rbf")
         arms.add(f"bank-kernel-alpha{alpha:g}", over=twins, step="kernel bank", arm=arm)
-    # Barlow Twins is a sum over dimensions. VICReg is a mean over them, NT-Xent a mean over images: smaller weights.
+    # For random embeddings the term then has about the share of the gradient that plain 3, and kernel 3 and 10, have
+    # beside Barlow Twins, which is a sum over dimensions.
     arms.add("vicreg", method="vicreg")
     arms.add("nt-xent", arm=Arm("nt-xent"))
-    for loss, plain, weights in (("vicreg", 1.0, (1.0, 10.0)), ("nt-xent", 0.1, (0.1, 1.0))):
+    for loss, plain, weights in (("vicreg", 0.3, (0.5, 1.5)), ("nt-xent", 0.01, (0.01, 0.05))):
         arms.add(f"{loss}-alpha{plain:g}", over=loss, step=f"{loss}, curvature", arm=Arm(loss, plain))
         for alpha in weights:
             arm = Arm(loss, alpha, kernel="rbf")
@@ -318,10 +320,7 @@ def curvature_fast() -> dict[str, Cell]:
     for name, views in recipes.items():
         cell = name.replace(", local views", "-local4")
         arms.add(cell, **views)
-        for alpha in (
-            10.0,
-            80.0,
-        ):  # as in the other stages, and the same share of L_emb, which has 8 times the dimensions
+        for alpha in (1.0, 3.0):  # about the share of the gradient that 3 and 10 have in the other stages
             term: dict[str, Any] = {"method": "kernel-curvssl", "alpha_curv": alpha, **views}
             arms.add(f"{cell}-kernel-alpha{alpha:g}", over=cell, step=f"{name}, kernel", **term)
         for alpha in (100.0, 300.0):
