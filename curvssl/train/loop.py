@@ -155,6 +155,7 @@ def _train(
     if steps_per_epoch == 0:
         raise UserError(
             f"{len(fit)} training images do not fill one batch of {config.batch_size}: lower --batch-size (and --k)"
+            + ", or raise --limit" * bool(config.limit)
         )
     last = steps_per_epoch * config.epochs
     everyone = pool
