@@ -31,6 +31,41 @@ VIEWS: dict[str, dict[str, Any]] = {  # the same objective over more views
     "two and four": {"method": "curvssl", "local_views": 4},
     "two and a blend": {"method": "curvssl", "alpha_chord": 1.0},
 }
+TWINS = {"method": "barlow-twins"}
+FAST = {**TWINS, "projector_width": 2048, "projector_depth": 3, "d_z": 1024}  # as in the preset fast-cifar10
+# The arms of docs/curvature.md whose step is another one, each `over` its baseline; their names are those of RATIOS in
+# studies.py.
+ARMS: dict[str, dict[str, dict[str, Any]]] = {
+    "imagenet": {
+        "barlow-twins": TWINS,
+        "path": {**TWINS, "over": "barlow-twins", "alpha_path": 1.0},
+        "profile": {**TWINS, "over": "barlow-twins", "arm": {"alpha": 1.0, "term": "profile"}},
+        "bank": {**TWINS, "over": "barlow-twins", "arm": {"alpha": 1.0, "term": "bank"}},
+        "kernel bank": {**TWINS, "over": "barlow-twins", "arm": {"alpha": 1.0, "term": "bank", "kernel": "rbf"}},
+        "k 20": {**TWINS, "over": "barlow-twins", "arm": {"alpha": 1.0, "k": 20}},
+        "kernel, k 50": {**TWINS, "over": "barlow-twins", "arm": {"alpha": 1.0, "kernel": "rbf", "k": 50}},
+        **{
+            name: {**TWINS, "over": over, "arm": {"loss": loss, **term}}
+            for loss in ("vicreg", "nt-xent")
+            for name, over, term in (
+                (loss, "", {}),
+                (f"{loss}, curvature", loss, {"alpha": 1.0}),
+                (f"{loss}, kernel", loss, {"alpha": 1.0, "kernel": "rbf"}),
+            )
+        },
+    },
+    "small": {
+        "fast": FAST,
+        "fast, kernel": {**FAST, "over": "fast", "method": "kernel-curvssl"},
+        "fast, local views": {**FAST, "local_views": 4},
+        "fast, local views, kernel": {
+            **FAST,
+            "over": "fast, local views",
+            "method": "kernel-curvssl",
+            "local_views": 4,
+        },
+    },
+}
 
 
 def images(n: int = IMAGES, *, device: str = "cpu") -> Tensor:
@@ -61,11 +96,15 @@ def network(stem: str, *, width: int = 512, depth: int = 2, d_z: int = 128) -> A
     return make_net(encoder="resnet18", stem=stem, **shape).cuda().to(memory_format=torch.channels_last)
 
 
-def make_step(stem: str, batch: int, method: str, mode: str, **settings: Any) -> tuple[Any, Callable[[], None]]:
-    """Our own step on random images, and a function that takes one step; `settings` are those of the configuration."""
+def make_step(
+    stem: str, batch: int, method: str, mode: str, *, arm: dict[str, Any] | None = None, over: str = "", **settings: Any
+) -> tuple[Any, Callable[[], None]]:
+    """Our own step on random images, and a function that takes one step. `settings` are those of the configuration,
+    `arm` those of a loss of paper/arms.py; `over` is not read here."""
     from types import SimpleNamespace
 
     from curvssl.config import PretrainConfig
+    from curvssl.paper.arms import Arm
     from curvssl.train import loop
     from curvssl.train.step import make_optimizer
 
@@ -73,11 +112,12 @@ def make_step(stem: str, batch: int, method: str, mode: str, **settings: Any) ->
     config = PretrainConfig(method=method, **settings)
     net = network(stem, width=config.projector_width, depth=config.projector_depth, d_z=config.d_z)
     rates = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.momentum}
+    criterion = loop.make_criterion(config) if arm is None else Arm(**{"loss": method, **arm}).make(config)
     data: Any = SimpleNamespace(mean=MEAN, std=STD)
     step = loop.make_step(
         mode,
         net=net,
-        criterion=loop.make_criterion(config),
+        criterion=criterion.to(device),
         views=loop.make_views(config, data).to(device),
         optimizer=make_optimizer(net, name=config.optimizer, **rates, device=device, mode=mode),
         images=images(device="cuda"),
@@ -153,7 +193,8 @@ def step_worker(stem: str, batch: int, kinds: dict[str, dict[str, Any]], ready: 
 def shapes_of(kind: dict[str, Any]) -> list[tuple[int, int]]:
     """Numbers and sizes of the views of a kind of step."""
     local = kind.get("local_views", 0)
-    return [(3 if kind.get("alpha_chord") else 2, 32), *([(local, kind.get("local_size", 16))] if local else [])]
+    more = bool(kind.get("alpha_chord") or kind.get("alpha_path"))
+    return [(2 + more, 32), *([(local, kind.get("local_size", 16))] if local else [])]
 
 
 def steps(cases: list[tuple[str, int]], kinds: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -482,7 +523,8 @@ def table(found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/gpu.json"))
-    parser.add_argument("--parts", nargs="+", default=[*PARTS], choices=[*PARTS], help="what to measure")
+    usual = [name for name in PARTS if name != "arms"]
+    parser.add_argument("--parts", nargs="+", default=usual, choices=[*PARTS], help="what to measure")
     parser.add_argument("--workers", type=int, default=16, help="loader workers of the peers")
     options = parser.parse_args()
     from curvssl.rundir import provenance
@@ -508,6 +550,7 @@ PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "steps": lambda found: steps([(stem, batch) for batch in (256, 1024) for stem in FLOPS], METHODS),
     "views": lambda found: steps([(stem, 256) for stem in FLOPS], VIEWS),
     "strong": lambda found: strong(),
+    "arms": lambda found: [row for stem, kinds in ARMS.items() for row in steps([(stem, 256)], kinds)],
     "view_peers": lambda found: [
         peer(stem, 256, lightly=True, workers=found["workers"], local=local) for stem in FLOPS for local in (0, 4)
     ],

@@ -598,7 +598,8 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
         Args:
             study: faithful (the presets), literal (only what the paper states), alpha (the weight of the term), recipe
                 (what the paper leaves open), precision (bf16 captured against fp32 eager), views (local views and
-                blends), strong (the way to a strong encoder) or curvature (does the term ever help).
+                blends), strong (the way to a strong encoder), or curvature, curvature-arms and curvature-fast (does the
+                term, or another form of it, ever help).
             status: only print which cells are done and which are missing.
             table: only make the tables and figures of the finished cells, in results/figures.
             minutes: stop after this many minutes; the same command continues later.

@@ -96,6 +96,7 @@ class PretrainConfig(LossSettings):
     epochs: int = 100  # passes over the training images
     batch_size: int = 256  # the global batch, over all devices; neighbours are sought inside it; 0: suits the images
     image_size: int = 32  # the views are this many pixels wide and high; 0: suits the images and the device
+    limit: int = 0  # train on at most so many of the images, drawn with the seed, for a quick try; 0: on all of them
     holdout: float = 0.1  # share of the training images kept out of pretraining, for the kNN monitor
     monitor_every: int = 5  # epochs between two runs of the monitor: kNN, and measures without labels; 0 never
 
@@ -122,6 +123,7 @@ class PretrainConfig(LossSettings):
     local_size: int = 16  # local views are this many pixels wide and high
     local_crop_scale: tuple[float, float] = (0.05, 0.25)  # share of the image's area that a local view covers
     alpha_chord: float = 0.0  # weight of the chord, for which a blend of two images is one more view; 0 leaves it out
+    alpha_path: float = 0.0  # weight of the path, for which a view midway between the global ones is one more; 0: none
     alpha_turn: float = 0.0  # weight of telling by how many quarters some more small views were turned; 0 leaves it out
     turned_views: int = 4  # how many; every batch of each of them holds all four turns
 
@@ -145,8 +147,8 @@ class PretrainConfig(LossSettings):
             if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
                 raise UserError(f"{name}={getattr(self, name)} needs to be a positive number")
         weights = [name for name, setting in SETTINGS.items() if isinstance(setting.default, float)]
-        counts = ("batch_size", "image_size", "local_views", "monitor_every", "checkpoint_seconds", "seed")
-        for name in (*weights, "alpha_chord", "alpha_turn", "weight_decay", "warmup_epochs", *counts):
+        counts = ("limit", "batch_size", "image_size", "local_views", "monitor_every", "checkpoint_seconds", "seed")
+        for name in (*weights, "alpha_chord", "alpha_path", "alpha_turn", "weight_decay", "warmup_epochs", *counts):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise UserError(f"{name}={getattr(self, name)} needs to be 0 or more")
         _within("momentum", self.momentum, 0, 1)
@@ -157,10 +159,15 @@ class PretrainConfig(LossSettings):
             raise UserError(f"batch_size={self.batch_size} needs more than k={self.k}: lower k or raise batch_size")
         if self.alpha_chord and self.batch_size % 2:
             raise UserError(f"batch_size={self.batch_size} has no pairs to blend for alpha_chord: use an even number")
-        for name, seen in (("alpha_chord", "blends"), ("alpha_turn", "turned views")):
+        for name, seen in (("alpha_chord", "blends"), ("alpha_path", "middle view"), ("alpha_turn", "turned views")):
             if getattr(self, name) and self.method == OWN:
                 raise UserError(f"{name}={getattr(self, name)} is for a named method: an own criterion sees no {seen}")
-        self.second_augment()  # their settings are checked
+        if self.alpha_path and self.alpha_chord:
+            raise UserError(
+                "alpha_path and alpha_chord have one more view each, and a step has room for one: set one to 0"
+            )
+        if self.second_augment() != self.augment and self.alpha_path:  # their settings are checked
+            raise UserError("alpha_path needs two global views that are made alike: leave out what `second` changes")
         if self.local_views or self.alpha_turn:
             self.local_augment()
         if self.warmup_epochs > self.epochs:

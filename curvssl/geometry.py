@@ -186,6 +186,12 @@ def scores(queries: Tensor, points: Tensor, *, neighbors: Tensor) -> Tensor:
     return (u.sum(2).square().sum(-1) - exists.sum((2, 3))) / 2
 
 
+def edge_scores(queries: Tensor, points: Tensor, *, neighbors: Tensor) -> Tensor:
+    """Each edge's part of Eq. (6), ½ Σ_{b≠a} ⟨u_a, u_b⟩: (v, b, d), (v, n, d), (v, b, k) → (v, b, k)."""
+    u, exists = directions(_edges(queries, points, neighbors))
+    return ((u * u.sum(2, keepdim=True)).sum(-1) - exists[..., 0].to(u.dtype)) / 2
+
+
 def kernel_neighbors(
     queries: Tensor,
     points: Tensor,

@@ -49,7 +49,7 @@ class Loss(nn.Module):
 
     def over_views(self, z: Tensor, blended: Tensor | None, t: Tensor | None) -> Tensor:
         """The numbers of V views (V, b, d): a mean over the pairs of a global view and any other. `blended` and `t`
-        are for a term of blends, like `Chord`."""
+        are for a term of one more view, like `Chord` and `ViewPath`."""
         if len(z) == GLOBAL:
             return self.numbers(z)
         return over_pairs(torch.stack([self.numbers(torch.stack((z[g], z[v]))) for g, v in pairs(len(z))], dim=1))
@@ -171,10 +171,12 @@ class Curvature(Loss):
         self.kernel = None if kernel is None else resolve(kernel)
 
     def over_views(self, z: Tensor, blended: Tensor | None, t: Tensor | None) -> Tensor:
-        z = z[:GLOBAL]
-        b = z.shape[1] * world_size()
-        check_k(self.k, n=b)
-        c = standardise(self.scores(z).mT, eps=self.eps)  # (b, 2): c̃ and c̃', Eq. (17)
+        return self.aligned(self.scores(z[:GLOBAL]))
+
+    def aligned(self, c: Tensor) -> Tensor:
+        """The numbers of two views' scores (2, b)."""
+        b = c.shape[1] * world_size()
+        c = standardise(c.mT, eps=self.eps)  # (b, 2): c̃ and c̃', Eq. (17)
         m = c[:, 0] * c[:, 1] / b  # M has rank one: L_curv needs only its diagonal m and three sums
         sums = total(torch.stack((m.sum(), m.square().sum(), *c.square().sum(0))))
         rho, diagonal_squares, squares0, squares1 = sums.unbind()  # ρ is the trace of M
@@ -185,15 +187,19 @@ class Curvature(Loss):
     def weights(self) -> dict[str, float]:
         return {"curvature_alignment": 1.0, "curvature_decorrelation": self.lambda_curv}
 
-    def scores(self, z: Tensor) -> Tensor:
-        """Eq. (15) or (16): scores of v views, with neighbours in the global batch, (v, b, d) → (v, b)."""
+    def scores(self, z: Tensor, more: Tensor | None = None) -> Tensor:
+        """Eq. (15) or (16): scores of v views, with neighbours in the global batch, (v, b, d) → (v, b). With `more`
+        points (v, m, d) also among these; γ is still that of the batch."""
+        check_k(self.k, n=z.shape[1] * world_size())
         everyone, first = among_all(z)
+        batch = everyone.shape[1]
+        everyone = everyone if more is None else torch.cat((everyone, more), 1)
         if self.kernel is None:
             return scores(z, everyone, neighbors=neighbors_of(z, everyone, k=self.k, first=first))
         if scale_free(self.kernel, self.gamma):
             scale = rescaling_with_gradient(everyone, (1, 2))
             z, everyone = z * scale, everyone * scale
-        width = kernel_width(everyone, kernel=self.kernel, gamma=self.gamma)
+        width = kernel_width(everyone[:, :batch], kernel=self.kernel, gamma=self.gamma)
         neighbors = kernel_neighbors(z, everyone, k=self.k, kernel=self.kernel, width=width, first=first)
         return kernel_scores(z, everyone, kernel=self.kernel, width=width, neighbors=neighbors)
 
@@ -239,6 +245,32 @@ class Chord(Loss):
         return {"chord": 1.0}
 
 
+class ViewPath(Loss):
+    """Mean over points and dimensions of (z̃_mid − (z̃_0 + z̃_1) / 2)²: `Chord` along a path of views of one image.
+
+    The middle view is made from the mean of the uniform numbers of the two global ones, so that its crop and colours
+    lie between theirs. All are standardised by the mean and the deviation of the two global views together.
+    """
+
+    names = ("path",)
+
+    def __init__(self, *, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def over_views(self, z: Tensor, blended: Tensor | None, t: Tensor | None) -> Tensor:
+        if blended is None or t is None:
+            raise ValueError("the path needs the embeddings of middle views: give the loss those")
+        scale, centre, ends, deviation = centred(z[:GLOBAL].flatten(0, 1))
+        first, second = (ends / (deviation + self.eps * scale)).chunk(GLOBAL)
+        middle = (blended - centre / scale) / (deviation / scale + self.eps)
+        off = middle - (t[:, None] * first + (1 - t[:, None]) * second)
+        return total(off.square().sum().view(1)) / (off.numel() * world_size())
+
+    def weights(self) -> dict[str, float]:
+        return {"path": 1.0}
+
+
 class Turn(Loss):
     """Cross-entropy of a head that says by how many quarters a small view was turned (Dangovski et al., 2022).
 
@@ -269,7 +301,7 @@ class Sum(Loss):
     def __init__(self, loss: Loss, *more: tuple[float, Loss]) -> None:
         super().__init__()
         self.loss, self.more = loss, nn.ModuleList(term for _, term in more)
-        self.alphas = [weight for weight, _ in more]
+        self.alphas = tuple(weight for weight, _ in more)
 
     def parts(self) -> tuple[tuple[float, Loss], ...]:
         return *self.loss.parts(), *zip(self.alphas, self.more, strict=True)  # type: ignore[arg-type]

@@ -345,29 +345,59 @@ def strong_time() -> str:
     return markdown(header, rows, "strong/", where)
 
 
-def curvature_screening() -> str:
-    """The arms of the study `curvature`, each beside its own baseline, by the rule of docs/curvature.md."""
-    from curvssl.paper.reproduce import difference, read_results
+CURVATURE = ("curvature", "curvature-arms", "curvature-fast")
 
-    cells = read_results("curvature", results=HERE)
-    if not cells:
-        return "No cell of this study has been run yet.\n"
+
+def screening(study: str) -> str:
+    """The arms of a study of curvature, each beside its own baseline, by the rule of docs/curvature.md."""
+    from curvssl.paper.reproduce import difference, read_results
+    from curvssl.paper.studies import study_of
+
     arms: dict[str, dict[int, Any]] = {}
-    for name, cell in cells.items():
-        arms.setdefault(name.rpartition("-")[0], {})[cell["config"]["seed"]] = cell
+    for name in CURVATURE:  # a baseline may be a cell of another stage
+        for cell, found in read_results(name, results=HERE).items():
+            arms.setdefault(cell.rpartition("-")[0], {})[found["config"]["seed"]] = found
+    baselines = {name.rpartition("-")[0]: cell.baseline for name, cell in study_of(study).items()}
     rows = []
-    for name, seeds in arms.items():
-        baseline = "cifar10-barlow-twins" + (regime[0] if (regime := re.search(r"-[db]\d+$", name)) else "")
+    for name, baseline in baselines.items():
+        if name not in arms:
+            continue
+        seeds, known = arms[name], arms.get(baseline, {})
         probes = [mean(cell["probes"][probe]["mean"] for cell in seeds.values()) for probe in ("linear", "knn")]
-        known = arms.get(baseline, {})
         pairs = [cell["probes"]["linear"]["mean"] - known[seed]["probes"]["linear"]["mean"]
                  for seed, cell in seeds.items() if seed in known]  # fmt: skip
-        over = "" if name == baseline else difference(pairs)
         promising = len(pairs) == 3 and min(pairs) > 0 and mean(pairs) >= 0.5
-        row = [name.removeprefix("cifar10-"), str(len(seeds)), *(f"{probe:.1f}" for probe in probes), over]
-        rows.append([*row, "yes" * promising])
-    header = ("arm", "seeds", "linear", "kNN", "linear, over its baseline", "goes on")
-    return markdown(header, rows, "curvature/", "NVIDIA H200, torch 2.11.0, held-out training images")
+        epochs = str(next(iter(seeds.values()))["config"]["epochs"])
+        row = [name.removeprefix("cifar10-"), epochs, str(len(seeds)), *(f"{probe:.1f}" for probe in probes)]
+        rows.append([*row, difference(pairs) if baseline else "", "yes" * promising])
+    if not rows:
+        return "No cell of this study has been run yet.\n"
+    header = ("arm", "epochs", "seeds", "linear", "kNN", "linear, over its baseline", "goes on")
+    return markdown(header, rows, f"{study}/", "NVIDIA H200, torch 2.11.0, held-out training images")
+
+
+def curvature_screening() -> str:
+    return screening("curvature")
+
+
+def curvature_arms() -> str:
+    return screening("curvature-arms")
+
+
+def curvature_fast() -> str:
+    return screening("curvature-fast")
+
+
+def arm_steps() -> str:
+    """What the steps of the arms take, over those of their baselines."""
+    if not (HERE / "gpu-arms.json").exists():
+        return "Not measured yet: `python benchmarks/gpu.py --parts arms --out results/gpu-arms.json`.\n"
+    steps = {r["name"]: r for r in read("gpu-arms.json")["arms"]}
+    rows = [
+        [STEMS[r["stem"]], name, f"{r['ms']:.3f} ms", cost(r, steps[r["over"]]) if r.get("over") else ""]
+        for name, r in steps.items()
+    ]
+    return markdown(("stem", "arm, b = 256", "a step", "over its baseline"), rows, "gpu-arms.json")
 
 
 def planted() -> str:
@@ -390,23 +420,44 @@ PREDICTORS = {  # what the last row of a run's metrics may tell of its accuracy
     "effective_rank": "effective rank of the embeddings",
     "knn": "accuracy of the kNN monitor, which needs labels",
 }
+MEASURED = {  # and what its features may
+    "curvature": "mean curvature of the features",
+    "kernel_curvature": "mean kernel curvature of the features",
+    "rankme": "RankMe",
+    "alpha_req": "α-ReQ, its nearness to 1",
+    "nesum": "NESum",
+    "stable_rank": "stable rank",
+    "selfcluster": "SelfCluster",
+    "twonn": "TwoNN",
+}
+
+
+def shown_by(cell: Any, key: str) -> float | None:
+    """A predictor of a cell, if the cell has it: those before the measures were added do not."""
+    if key not in MEASURED:
+        return cell["curves"][-1].get(key)
+    value = cell.get("measures", {}).get(key)
+    return -abs(value - 1) if key == "alpha_req" and value is not None else value
 
 
 def predictors() -> str:
-    """Rank correlation, over the cells of all studies, of what training shows with the accuracy of the linear probe."""
+    """Rank correlation, over the cells of all studies, of what training and features show with the accuracy of the
+    linear probe."""
     cells = [cell for folder in sorted(HERE.glob("*/")) for cell in cells_of(folder.name).values() if "curves" in cell]
     groups: dict[str, list[Any]] = {}
     for cell in cells:
         stem = f", {STEMS[cell['config']['stem']]} stem" if cell["config"]["dataset"] == "cifar10" else ""
         groups.setdefault(cell["config"]["dataset"] + stem, []).append(cell)
     rows = []
-    for key, title in PREDICTORS.items():
+    for key, title in (PREDICTORS | MEASURED).items():
         row = [title]
         for members in groups.values():
-            last = [(cell["curves"][-1], cell["probes"]["linear"]["mean"]) for cell in members]
-            pairs = [(metrics[key], accuracy) for metrics, accuracy in last if key in metrics]
-            row.append(rank_correlation(pairs) if len(pairs) >= 10 else "–")
-        rows.append(row)
+            shown = [(shown_by(cell, key), cell["probes"]["linear"]["mean"]) for cell in members]
+            pairs = [(value, accuracy) for value, accuracy in shown if value is not None]
+            of = f", {len(pairs)} runs" if len(pairs) < len(members) else ""
+            row.append(rank_correlation(pairs) + of if len(pairs) >= 10 else "–")
+        if {*row[1:]} != {"–"}:
+            rows.append(row)
     header = ("rank correlation with linear accuracy", *(f"{name}, {len(of)} runs" for name, of in groups.items()))
     return markdown(header, rows, "*/", "the last epoch of every run of all studies; bootstrap 95 % intervals")
 
@@ -1097,6 +1148,9 @@ MADE = (
     strong_screening,
     strong_time,
     curvature_screening,
+    curvature_arms,
+    curvature_fast,
+    arm_steps,
     planted,
     predictors,
     defaults,

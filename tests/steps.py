@@ -30,13 +30,14 @@ def make_step(
     criterion: Any = None,
     local: int = 0,
     alpha_chord: float = 0.0,
+    alpha_path: float = 0.0,
     alpha_turn: float = 0.0,
 ) -> Step:
     net = (net or small_net(turns=alpha_turn > 0)).to(device)
     data = load("digits")
     settings = {"lr": 1e-3, "weight_decay": 1e-4, "momentum": 0.9, "device": device, "mode": mode}
-    views = {"local_views": local, "local_size": 8, "alpha_chord": alpha_chord, "alpha_turn": alpha_turn}
-    config = dataclasses.replace(demo(), method=method, d_z=16, **views)
+    alphas = {"alpha_chord": alpha_chord, "alpha_path": alpha_path, "alpha_turn": alpha_turn}
+    config = dataclasses.replace(demo(), method=method, d_z=16, local_views=local, local_size=8, **alphas)
     return loop.make_step(
         mode,
         net=net,

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+LIMITED = -(2**62)  # the number of this order; -1 is for what is held out, -2 and below are for epochs
+
 
 class Rows(NamedTuple):
     """Rows of a training set, each int64 (·,)."""
@@ -15,14 +17,16 @@ class Rows(NamedTuple):
     known: Tensor  # their labels are given to the probe: all rows but the held ones
 
 
-def hold_out(n: int, *, share: float, seed: int, unlabelled: int = 0) -> Rows:
+def hold_out(n: int, *, share: float, seed: int, unlabelled: int = 0, limit: int = 0) -> Rows:
     """Hold out a share of n rows. With a share of 0 all rows are used for pretraining, and a tenth of them is still
     used for evaluation: their labels are unseen, their images are not. The unlabelled rows after the n are for
-    pretraining alone."""
+    pretraining alone. With a limit at most so many are drawn for pretraining, a larger limit's among them."""
     order = permutation(n, seed=seed, number=-1)
     held = int(n * share)
     asked = held or n // 10
     fit = torch.cat((order[held:], torch.arange(n, n + unlabelled)))
+    if limit:
+        fit = fit[permutation(len(fit), seed=seed, number=LIMITED)[:limit]]
     return Rows(fit, order[:asked], order[asked:])
 
 

@@ -404,8 +404,9 @@ class Augment(nn.Module):
 
 class Views(nn.Module):
     """What a step sees of each image: two global views, n local ones of another size, perhaps `turns` more of that size
-    that are turned by quarters (`losses.Turn`), and perhaps a blend of the first view with that of another image. All
-    views of one size are one batch, one view below the other.
+    that are turned by quarters (`losses.Turn`), and perhaps either a blend of the first view with that of another image
+    or a view midway between the global ones (`losses.ViewPath`). All views of one size are one batch, one view below
+    the other.
 
     `second` makes the second global view, if it has an augmentation of its own. `turned` makes views to be turned.
     """
@@ -420,6 +421,7 @@ class Views(nn.Module):
         turned: Augment | None = None,
         turns: int = 0,
         blends: bool = False,
+        middle: bool = False,
     ) -> None:
         super().__init__()
         pair = [(GLOBAL, augment)] if second is None else [(1, augment), (1, second)]
@@ -430,13 +432,13 @@ class Views(nn.Module):
         ends = [*itertools.accumulate(len(batch) for batch in batches)]
         self.members = [slice(end - len(batch), end) for end, batch in zip(ends, batches, strict=True)]
         self.sizes = [batch[0][1].size for batch in batches]
-        self.turns, self.blends = turns, blends
+        self.turns, self.blends, self.middle = turns, blends, middle
 
     @property
     def passes(self) -> tuple[int, ...]:
         """The number of views in each batch."""
         first, *others = (sum(self.counts[members]) for members in self.members)
-        return first + self.blends, *others
+        return first + self.blends + self.middle, *others
 
     @property
     def embedded(self) -> int:
@@ -454,7 +456,9 @@ class Views(nn.Module):
         return all(maker.is_large(shape) for maker in self.makers)
 
     def t(self, u: Sequence[Tensor]) -> Tensor | None:
-        """The share (b,) of each image in its blend."""
+        """The share (b,) of each image in its blend, or of the first view in the middle one."""
+        if self.middle:
+            return u[0].new_full(u[0].shape[1:2], 0.5)
         return u[-1].flatten() if self.blends else None
 
     def forward(self, images: Tensor, u: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -464,9 +468,11 @@ class Views(nn.Module):
     def batch(self, i: int, images: Tensor, u: Sequence[Tensor]) -> Tensor:
         """The i-th batch of views."""
         members = self.members[i]
+        if self.middle and i == 0:
+            u = [torch.cat((u[0], u[0].mean(0, keepdim=True))), *u[1:]]
         made = [
-            maker(torch.cat([images] * n), numbers.flatten(0, 1))
-            for n, maker, numbers in zip(self.counts[members], self.makers[members], u[members], strict=True)
+            maker(torch.cat([images] * len(numbers)), numbers.flatten(0, 1))
+            for maker, numbers in zip(self.makers[members], u[members], strict=True)
         ]
         if self.turns and i == 1:
             made[-1] = turn(made[-1], quarters(self.turns, len(images), device=images.device))

@@ -47,6 +47,7 @@ class FastStep:
                 colour.speed_up(maker)
         # A user's own criterion is not compiled: it may do anything.
         self._sum = isinstance(step.criterion, Loss) and not any(True for _ in step.criterion.parameters())
+        self._parts = [part for _, part in step.parts()]  # without their weights, which may change
         self._by_hand = False  # whether the encoder's pass is the one of layers.py
         self._graph: torch.cuda.CUDAGraph | None = None
         self._static: tuple[Tensor, list[Tensor]] | None = None  # inputs of the captured step
@@ -82,8 +83,8 @@ class FastStep:
     def _terms(self, batch: Tensor, u: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         step = self.step
         z, turns = step.embed(batch, u)
-        terms = step.criterion.terms_of(step.by_view(z), step.views.t(u), turns)  # type: ignore[operator]
-        return torch.stack(tuple(terms.values())), z
+        terms = [part.exactly(step.by_view(z), step.views.t(u), turns) for part in self._parts]
+        return torch.cat(terms), z
 
     def _take_compiled(self, batch: Tensor, u: Sequence[Tensor]) -> None:
         """Weights are applied outside the compiled part: otherwise a new weight would mean a new compilation."""
@@ -186,9 +187,8 @@ class FastStep:
         embed = self._embed_by_hand() if self._by_hand else self._compiled(self._embed)
         if not self._sum:
             return embed, [self._own], [step.weights]
-        parts = [part for _, part in step.parts()]
-        weights = list(step.weights.split([len(part.names) for part in parts]))
-        return embed, [self._piece(part, weight) for part, weight in zip(parts, weights, strict=True)], weights
+        weights = list(step.weights.split([len(part.names) for part in self._parts]))
+        return embed, [self._piece(part, weight) for part, weight in zip(self._parts, weights, strict=True)], weights
 
     def _piece(self, part: Loss, weights: Tensor) -> Piece:
         from curvssl.gpu import fused

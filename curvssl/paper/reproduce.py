@@ -4,6 +4,7 @@ Each finished cell is one JSON in results/STUDY/, with its provenance, and is no
 over many sessions and machines. Tables and figures are made from the JSON alone.
 """
 
+import dataclasses
 import math
 import os
 import re
@@ -17,21 +18,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from curvssl.config import PretrainConfig, UserError, differences, unknown
 from curvssl.data.order import hold_out
 from curvssl.evaluate.features import Features, load
 from curvssl.evaluate.maps import COLOURS
-from curvssl.evaluate.runs import dataset_of, features_of, probe, probe_features, spread, table
+from curvssl.evaluate.quality import MEASURES
+from curvssl.evaluate.runs import dataset_of, features_of, here, probe, probe_features, sampled, spread, table
 from curvssl.files import Busy, lock, say, write_json
+from curvssl.geometry import curvature, kernel_curvature
 from curvssl.manifest import seal, sealed
 from curvssl.methods import METHODS, title_of
 from curvssl.paper import figures
-from curvssl.paper.studies import SEEDS, study_of
+from curvssl.paper.studies import SEEDS, Cell, study_of
 from curvssl.rundir import Run, provenance
 from curvssl.train.loop import pretrain
 
 CURVE_POINTS = 100  # rows of metrics in a cell's JSON
+MEASURED_IMAGES = 5_000  # for the measures, which shift with their number: CIFAR-10 holds out so many
 PICTURED = ("barlow-twins", "curvssl", "kernel-curvssl")  # their first seed in the study "faithful" gets a map
 WATCHED = (("rho", 2), ("effective_rank", 0))  # columns for metrics of the last batch, with their number of decimals
 CURVES = ("invariance", "redundancy", "effective_rank", "rho", "z_std", "knn")
@@ -97,10 +102,11 @@ def to_do(name: str, *, results: Path, only: str = "") -> list[str]:
     return [cell for cell in study if only in cell and cell not in done]
 
 
-def finish_cell(study: str, cell: str, config: PretrainConfig, *, results: Path, run_path: Path, source: str) -> None:
-    started = time.monotonic()
-    run = pretrain(config, out=run_path, source=source)
-    probes = judge(run, source=source)
+def finish_cell(study: str, cell: str, of: Cell, *, results: Path, run_path: Path, source: str) -> None:
+    started, config = time.monotonic(), of.config
+    criterion = None if of.arm is None else of.arm.make(config)
+    run = pretrain(config, out=run_path, source=source, criterion=criterion)
+    judged = judge(run, source=source)
     seconds = time.monotonic() - started
     made = provenance(device=run.read_json("provenance.json")["device"])
     made |= {key: run.read_json("provenance.json").get(key) for key in ("data_sha256", "seconds")}
@@ -108,8 +114,9 @@ def finish_cell(study: str, cell: str, config: PretrainConfig, *, results: Path,
         "study": study,
         "cell": cell,
         "config": config.to_dict(),
+        "criterion": criterion_of(of),
         "judged_on": "held-out training images" if config.holdout else "test images",
-        "probes": probes,
+        **judged,
         "curves": thin(run.metrics()),
         "seconds_with_probes": seconds,
         "provenance": made,
@@ -117,21 +124,37 @@ def finish_cell(study: str, cell: str, config: PretrainConfig, *, results: Path,
     write_json(results / study / f"{cell}.json", seal(value))
 
 
+def criterion_of(cell: Cell) -> dict[str, Any] | None:
+    """The name and the settings of a cell's own loss; None for a method."""
+    return None if cell.arm is None else dataclasses.asdict(cell.arm)
+
+
 def judge(run: Run, *, source: str) -> dict[str, Any]:
-    """Probe on the test images; for studies that choose settings, on held-out training images instead."""
-    if not run.config.holdout:
-        return probe(run, source=source, floors=False)
+    """Probes and measures on the test images; for studies that choose settings, on held-out training images instead."""
     data = dataset_of(run, source=source)
+    if not run.config.holdout:
+        probes = probe(run, source=source, floors=False)
+        return {"probes": probes, "measures": measures(features_of(run, data, "test").h)}
     train = features_of(run, data, "train")
     assert train.y is not None
     fit, held, _ = hold_out(len(train.h), share=run.config.holdout, seed=run.config.seed)
     parts = (Features(h=train.h[rows], y=train.y[rows]) for rows in (fit, held))
-    return probe_features(*parts, seeds=SEEDS, classes=len(data.classes))
+    probes = probe_features(*parts, seeds=SEEDS, classes=len(data.classes))
+    return {"probes": probes, "measures": measures(train.h[held])}
+
+
+def measures(h: Tensor) -> dict[str, Any]:
+    """What features (n, d) show without labels: the measures that need no views, and the mean of both curvatures."""
+    h = h[sampled(len(h), MEASURED_IMAGES)].to(here())
+    found = {name: measure(h) for name, measure in MEASURES.items() if not measure.views}
+    found |= {"curvature": float(curvature(h).mean()), "kernel_curvature": float(kernel_curvature(h).mean())}
+    finite = {name: value if math.isfinite(value) else None for name, value in found.items()}  # JSON has no NaN
+    return {"images": len(h)} | finite
 
 
 def to_map(name: str, *, results: Path) -> list[str]:
     """Cells that need a map of their test features and have none, or one of an earlier result."""
-    first = {cell: c for cell, c in study_of(name).items() if name == "faithful" and c.seed == SEEDS[0]}
+    first = {cell: c for cell, (c, *_) in study_of(name).items() if name == "faithful" and c.seed == SEEDS[0]}
     pictured = [cell for cell, c in first.items() if c.method in PICTURED]
     done = read_results(name, results=results) if pictured else {}
     return [cell for cell in pictured if map_of(name, cell, done.get(cell), results=results) is None]
@@ -178,12 +201,15 @@ def thin(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def read_results(name: str, *, results: Path) -> dict[str, dict[str, Any]]:
     """{cell: its JSON} of the finished cells. One that is damaged, or of other settings, is an error."""
     found = {}
-    for cell, config in study_of(name).items():
+    for cell, of in study_of(name).items():
         file, again = results / name / f"{cell}.json", f"curvssl reproduce --study {name} --only {cell}"
         if os.path.lexists(file):
             remedy = f"restore it, or delete it and run {again}"
             value = sealed(file, remedy=remedy)
-            if changed := differences(PretrainConfig.from_dict(value["config"]), config):
+            changed = differences(PretrainConfig.from_dict(value["config"]), of.config)
+            if value.get("criterion") != criterion_of(of):
+                changed = f"criterion {value.get('criterion')} → {criterion_of(of)}"
+            if changed:
                 raise UserError(f"{file} has other settings than the study ({changed}): {remedy}")
             found[cell] = value
     return found

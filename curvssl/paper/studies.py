@@ -1,12 +1,23 @@
-"""The runs that reproduce the paper: a study is a function that returns one configuration per cell."""
+"""The runs that reproduce the paper: a study is a function that returns one configuration per cell.
+
+A cell whose loss is no method has an `Arm` beside its configuration."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from curvssl.config import AugmentConfig, Colours, PretrainConfig, paper_cifar10, paper_mnist, unknown
+from curvssl.config import AugmentConfig, Colours, PretrainConfig, fast_cifar10, paper_cifar10, paper_mnist, unknown
+from curvssl.methods import OWN
+from curvssl.paper.arms import Arm
 
 Study = dict[str, PretrainConfig]
+
+
+class Cell(NamedTuple):
+    config: PretrainConfig
+    arm: Arm | None = None
+    baseline: str = ""  # the cell that it is compared with, without its seed
+
 
 SEEDS = (0, 1, 2)
 PAPERS = ("barlow-twins", "vicreg", "curvssl", "kernel-curvssl")  # the methods of Table 1
@@ -185,35 +196,139 @@ def strong() -> Study:
     return {f"cifar10-{name}": dataclasses.replace(start, **change) for name, change in changes.items()}
 
 
-def curvature() -> Study:
+# The time of a step over that of its baseline's, for the arms of docs/curvature.md whose step is another one. None: not
+# measured yet, and cells that need it are not in their study (python benchmarks/gpu.py --parts arms).
+RATIOS: dict[str, float | None] = {
+    "chord": 1.195,
+    "fast, chord": 1.417,
+    "fast, local views, chord": 1.292,
+    "path": None,
+    "profile": None,
+    "bank": None,
+    "kernel bank": None,
+    "vicreg, curvature": None,
+    "vicreg, kernel": None,
+    "nt-xent, curvature": None,
+    "nt-xent, kernel": None,
+    "fast, kernel": None,
+    "fast, local views, kernel": None,
+}
+EQUAL = 1.02  # a step that takes so much longer still counts as equal
+
+
+class Arms:
+    """Collects the arms of a study of curvature, each with its baseline."""
+
+    def __init__(self, base: PretrainConfig) -> None:
+        self.base, self.arms = base, dict[str, Cell]()
+
+    def add(self, name: str, *, over: str = "", step: str = "", arm: Arm | None = None, **changes: Any) -> None:
+        """One arm: what changes in the configuration, and a loss that is no method. `over` is its baseline, `step` the
+        entry of RATIOS by which it has fewer epochs."""
+        ratio = RATIOS[step] if step else 1.0
+        if ratio is None:
+            return
+        changes |= {"method": OWN} if arm else {}
+        config = dataclasses.replace(self.base, **changes)
+        if ratio > EQUAL:  # the warm-up is shortened with the run
+            shorter = round(config.epochs / ratio)
+            warmup = round(config.warmup_epochs * shorter / config.epochs)
+            config = dataclasses.replace(config, epochs=shorter, warmup_epochs=warmup)
+        self.arms[f"cifar10-{name}"] = Cell(config, arm, f"cifar10-{over}" if over else "")
+
+    def cells(self) -> dict[str, Cell]:
+        """Each arm with every seed. Seeds come first, so that an interrupted study has complete rows."""
+        return {
+            f"{name}-seed{seed}": cell._replace(config=dataclasses.replace(cell.config, seed=seed))
+            for seed in SEEDS
+            for name, cell in self.arms.items()
+        }
+
+
+def paper_in_short() -> PretrainConfig:
+    """The recipe of the first look (`alpha`), with held-out images."""
+    return dataclasses.replace(
+        paper_cifar10(), method="barlow-twins", epochs=100, warmup_epochs=50, holdout=0.1, monitor_every=0
+    )
+
+
+def curvature() -> dict[str, Cell]:
     """Does the paper's term ever help? The first stage of what docs/curvature.md registers, on held-out images: the
-    first look (`alpha`) with more weights, neighbourhoods, dimensions and batch sizes. A name ends with its baseline's
-    settings, if these are not the usual ones."""
-    base = dataclasses.replace(paper_cifar10(), epochs=100, warmup_epochs=50, holdout=0.1, monitor_every=0)
-    arms: Study = {}
-
-    def add(method: str, name: str = "", **changes: Any) -> None:
-        arms[f"cifar10-{method}{name}"] = dataclasses.replace(base, method=method, **changes)
-
-    add("barlow-twins")
+    first look (`alpha`) with more weights, neighbourhoods, dimensions and batch sizes."""
+    arms = Arms(paper_in_short())
+    arms.add("barlow-twins")
     for method, acts in (("curvssl", 3.0), ("kernel-curvssl", 10.0)):  # about where the term begins to act
+        term: dict[str, Any] = {"over": "barlow-twins", "method": method}
         for weight in (0.1, 0.3, 1.0, 3.0, 10.0, 30.0):
-            add(method, f"-alpha{weight:g}", alpha_curv=weight)
+            arms.add(f"{method}-alpha{weight:g}", **term, alpha_curv=weight)
         for k in (5, 20, 50):
-            add(method, f"-alpha{acts:g}-k{k}", alpha_curv=acts, k=k)
+            arms.add(f"{method}-alpha{acts:g}-k{k}", **term, alpha_curv=acts, k=k)
+    kernel: dict[str, Any] = {"method": "kernel-curvssl", "alpha_curv": 10.0}
     for gamma in ("scale", "auto"):
-        add("kernel-curvssl", f"-alpha10-{gamma}", alpha_curv=10.0, gamma=gamma)
+        arms.add(f"kernel-curvssl-alpha10-{gamma}", over="barlow-twins", **kernel, gamma=gamma)
     regimes: list[dict[str, Any]] = [{"d_z": 16}, {"d_z": 32}, {"batch_size": 32}, {"batch_size": 64}]
     for regime in regimes:
         ((name, value),) = regime.items()
-        add("barlow-twins", f"-{name[0]}{value}", **regime)
-        add("kernel-curvssl", f"-alpha10-{name[0]}{value}", alpha_curv=10.0, **regime)
-    return {
-        f"{arm}-seed{seed}": dataclasses.replace(config, seed=seed) for seed in SEEDS for arm, config in arms.items()
-    }
+        baseline = f"barlow-twins-{name[0]}{value}"
+        arms.add(baseline, **regime)
+        arms.add(f"kernel-curvssl-alpha10-{name[0]}{value}", over=baseline, **kernel, **regime)
+    return arms.cells()
 
 
-STUDIES: dict[str, Callable[[], Study]] = {
+def curvature_arms() -> dict[str, Cell]:
+    """The second stage: other forms of the term, other losses and fewer images, with the recipe of the first. Barlow
+    Twins itself is a cell of the first stage."""
+    arms = Arms(paper_in_short())
+    twins = "barlow-twins"
+    for kernel, weights in ((None, (3.0, 10.0)), ("rbf", (10.0, 30.0, 100.0))):
+        for alpha in weights:
+            name = f"late{'-kernel' * (kernel is not None)}-alpha{alpha:g}"
+            arms.add(name, over=twins, arm=Arm(twins, alpha, kernel=kernel, late=True))
+    # For random embeddings the largest weight gives the chord, and the path, a gradient of about twice that of L_emb.
+    for alpha in (128.0, 400.0, 1200.0):
+        arms.add(f"chord{alpha:g}", over=twins, step="chord", alpha_chord=alpha)
+    for alpha in (40.0, 400.0):
+        arms.add(f"path{alpha:g}", over=twins, step="path", alpha_path=alpha)
+    for alpha in (3.0, 10.0):
+        arms.add(f"profile-alpha{alpha:g}", over=twins, step="profile", arm=Arm(twins, alpha, "profile"))
+    arms.add("bank-alpha3", over=twins, step="bank", arm=Arm(twins, 3.0, "bank"))
+    for alpha in (10.0, 30.0):
+        arm = Arm(twins, alpha, "bank", kernel="rbf")
+        arms.add(f"bank-kernel-alpha{alpha:g}", over=twins, step="kernel bank", arm=arm)
+    # For random embeddings the term then has about the share of the gradient that plain 3, and kernel 3 and 10, have
+    # beside Barlow Twins, which is a sum over dimensions.
+    arms.add("vicreg", method="vicreg")
+    arms.add("nt-xent", arm=Arm("nt-xent"))
+    for loss, plain, weights in (("vicreg", 0.3, (0.5, 1.5)), ("nt-xent", 0.01, (0.01, 0.05))):
+        arms.add(f"{loss}-alpha{plain:g}", over=loss, step=f"{loss}, curvature", arm=Arm(loss, plain))
+        for alpha in weights:
+            arm = Arm(loss, alpha, kernel="rbf")
+            arms.add(f"{loss}-kernel-alpha{alpha:g}", over=loss, step=f"{loss}, kernel", arm=arm)
+    for limit, epochs in ((1_000, 1000), (5_000, 400), (10_000, 300)):  # 3,000, 7,600 and 11,700 steps
+        few: dict[str, Any] = {"limit": limit, "epochs": epochs, "warmup_epochs": epochs / 2}
+        arms.add(f"barlow-twins-few{limit}", **few)
+        over = f"barlow-twins-few{limit}"
+        arms.add(f"kernel-curvssl-alpha10-few{limit}", over=over, method="kernel-curvssl", alpha_curv=10.0, **few)
+    return arms.cells()
+
+
+def curvature_fast() -> dict[str, Cell]:
+    """The third stage: the term and the chord on a strong recipe, with two views and with six, at 40 epochs."""
+    short: dict[str, Any] = {"epochs": 40, "warmup_epochs": 4, "holdout": 0.1, "monitor_every": 0}
+    arms = Arms(dataclasses.replace(fast_cifar10(), **short))
+    recipes: dict[str, dict[str, Any]] = {"fast": {"local_views": 0}, "fast, local views": {}}
+    for name, views in recipes.items():
+        cell = name.replace(", local views", "-local4")
+        arms.add(cell, **views)
+        for alpha in (1.0, 3.0):  # about the share of the gradient that 3 and 10 have in the other stages
+            term: dict[str, Any] = {"method": "kernel-curvssl", "alpha_curv": alpha, **views}
+            arms.add(f"{cell}-kernel-alpha{alpha:g}", over=cell, step=f"{name}, kernel", **term)
+        for alpha in (100.0, 300.0):
+            arms.add(f"{cell}-chord{alpha:g}", over=cell, step=f"{name}, chord", alpha_chord=alpha, **views)
+    return arms.cells()
+
+
+STUDIES: dict[str, Callable[[], Mapping[str, PretrainConfig | Cell]]] = {
     "faithful": faithful,
     "literal": literal,
     "alpha": alpha,
@@ -222,6 +337,8 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "views": many_views,
     "strong": strong,
     "curvature": curvature,
+    "curvature-arms": curvature_arms,
+    "curvature-fast": curvature_fast,
 }
 
 
@@ -235,7 +352,7 @@ def cells(*presets: PretrainConfig, methods: Sequence[str], seeds: Sequence[int]
     }
 
 
-def study_of(name: str) -> Study:
+def study_of(name: str) -> dict[str, Cell]:
     if name not in STUDIES:
         raise unknown("study", name, STUDIES)
-    return STUDIES[name]()
+    return {cell: Cell(of) if isinstance(of, PretrainConfig) else of for cell, of in STUDIES[name]().items()}

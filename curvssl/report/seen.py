@@ -47,7 +47,7 @@ def columns(views: Views, images: Tensor, u: Sequence[Tensor]) -> Columns:
     small = local[0] if local else ()
     named |= {f"local {i + 1}": view for i, view in enumerate(small[: len(small) - views.turns])}
     named |= {f"turned {i + 1}": view for i, view in enumerate(small[len(small) - views.turns :])}
-    named |= {"blend": whole[GLOBAL]} if views.blends else {}
+    named |= {"blend": whole[GLOBAL]} if views.blends else {"middle": whole[GLOBAL]} if views.middle else {}
     pixels = {name: (255 * (view * std + mean)).round().clamp(0, 255) for name, view in named.items()}
     grey = images.shape[1] == 1  # its views have three equal channels
     everything = {"image": images.float()} | pixels

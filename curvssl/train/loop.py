@@ -32,7 +32,7 @@ from curvssl.data.own import own_images
 from curvssl.data.viewed import POSSIBLE, viewed
 from curvssl.data.views import Augment, Views
 from curvssl.files import lock
-from curvssl.losses import Chord, Loss, Sum, Turn
+from curvssl.losses import Chord, Loss, Sum, Turn, ViewPath
 from curvssl.methods import METHODS, OWN
 from curvssl.models import full_precision
 from curvssl.rundir import AGAIN, Run, provenance
@@ -65,7 +65,8 @@ def pretrain(
 
     Objects given here replace what the configuration names. They are not changed: the run trains copies.
 
-    criterion: any module (z0, z1) → scalar; its parameters are trained, its buffers are part of every checkpoint.
+    criterion: any module (z0, z1) → scalar; its parameters are trained, its buffers are part of every checkpoint. If it
+        has a method `schedule`, that is told before each step which share of the run is done, from 0 to 1.
     encoder: any module (b, 3, H, W) → (b, d_h); see `curvssl.load_encoder` for how to get it back.
     images: uint8 tensor or array (N, C, H, W), or a map-style torch Dataset of images.
     """
@@ -118,7 +119,7 @@ def chosen(config: PretrainConfig, data: Dataset) -> Rows:
     """Which images are trained on, and which are held out."""
     labelled = len(data.train.images)
     unlabelled = len(data.pretraining) - labelled
-    return hold_out(labelled, share=config.holdout, seed=config.seed, unlabelled=unlabelled)
+    return hold_out(labelled, share=config.holdout, seed=config.seed, unlabelled=unlabelled, limit=config.limit)
 
 
 def default_out(config: PretrainConfig) -> Path:
@@ -154,8 +155,12 @@ def _train(
     if steps_per_epoch == 0:
         raise UserError(
             f"{len(fit)} training images do not fill one batch of {config.batch_size}: lower --batch-size (and --k)"
+            + ", or raise --limit" * bool(config.limit)
         )
     last = steps_per_epoch * config.epochs
+    everyone = pool
+    if config.limit:  # the others are not read, but for the monitor
+        pool, fit = pool[fit], torch.arange(len(fit))
 
     channels = max(3, data.train.images.shape[1])  # the augmentation makes grey images RGB
     net = run.make_net(channels=channels, encoder=encoder).to(device)
@@ -242,11 +247,12 @@ def _train(
         numbers.manual_seed(mix(config.seed, s))
         return [part[:, mine] for part in views.draw(config.batch_size, generator=numbers)]
 
-    watched = pool if images is None else TensorImages.of(images)
+    read = pool if images is None else TensorImages.of(images)
+    watched = everyone if config.limit else read
     inputs: Iterator[Batch] = rows
     if device.type == "cpu" and mode == "eager" and views.are_large(pool.shape) and POSSIBLE:
         steps = ((batch, drawn(s)) for s, batch in enumerate(rows, done))
-        inputs = viewed(watched, views, steps, b=config.batch_size // world)
+        inputs = viewed(read, views, steps, b=config.batch_size // world)
     elif images is None:
         inputs = pool.batches(rows, device=device)
     bar = watch.progress_bar(last, done, hidden=not progress, title=run.path.name)
@@ -278,11 +284,13 @@ def _train(
             chart(row)
         measured, epoch_started, epoch_first = None, time.monotonic(), row["step"]
 
+    schedule = getattr(criterion, "schedule", lambda share: None)
     exact = full_precision() if config.precision == "fp32" else nullcontext()
     with stopping() as signals, bar as show, charts as chart, exact:
         for s, batch in enumerate(inputs, done):
             u = drawn(s)
             lr = learning_rate(s, config, steps_per_epoch=steps_per_epoch)
+            schedule(s / last)
             try:
                 step(batch, u, lr)
             except NotFinite as error:
@@ -350,7 +358,11 @@ def steps_behind(device: torch.device) -> int:
 def make_criterion(config: PretrainConfig) -> nn.Module:
     """The loss of the configured method, with its settings, and the terms that are added to it."""
     loss: Loss = METHODS[config.method].make(**config.loss_settings())
-    added: list[tuple[float, Loss]] = [(config.alpha_chord, Chord()), (config.alpha_turn, Turn())]
+    added: list[tuple[float, Loss]] = [
+        (config.alpha_chord, Chord()),
+        (config.alpha_path, ViewPath()),
+        (config.alpha_turn, Turn()),
+    ]
     added = [(weight, term) for weight, term in added if weight]
     return Sum(loss, *added) if added else loss
 
@@ -370,6 +382,7 @@ def make_views(config: PretrainConfig, data: Dataset) -> Views:
         turned=made(config.local_size, turned) if config.alpha_turn else None,
         turns=config.turned_views if config.alpha_turn else 0,
         blends=config.alpha_chord > 0,
+        middle=config.alpha_path > 0,
     )
 
 

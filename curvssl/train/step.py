@@ -77,7 +77,10 @@ class Step:
         weights = [w * part.weights().get(name, 0.0) for w, part in self.parts() for name in part.names]
         if weights and weights != self._weights:
             self._weights = weights
-            self.weights.copy_(torch.tensor(weights))
+            new = torch.tensor(weights)
+            if self.device.type == "cuda":  # from pinned memory the copy is asynchronous
+                new = new.pin_memory()
+            self.weights.copy_(new, non_blocking=True)
         buffers = [*self.net.buffers(), *self.criterion.buffers()] if self.device.type == "cpu" else []
         before = [buffer.clone() for buffer in buffers]
         try:

@@ -467,6 +467,17 @@ def test_a_blend_mixes_the_first_view_of_two_neighbouring_images() -> None:
         torch.testing.assert_close(blend[i], t[i] * first[i] + (1 - t[i]) * first[other])
 
 
+def test_a_middle_view_is_made_from_the_mean_of_the_uniform_numbers() -> None:
+    images, augment = photos(4), Augment(size=16, mean=MEAN, std=STD)
+    views = Views(augment, local=Augment(size=8, mean=MEAN, std=STD), n=1, middle=True)
+    assert (views.passes, views.embedded) == ((3, 1), 4)
+    (batch, _), u = seen(views, images)
+    assert [part.shape[0] for part in u] == [2, 1]  # it draws none of its own
+    for view, numbers in zip(batch.chunk(3), (*u[0], (u[0][0] + u[0][1]) / 2), strict=True):
+        torch.testing.assert_close(view, augment(images, numbers))
+    torch.testing.assert_close(views.t(u), torch.full((4,), 0.5))
+
+
 def test_batches_of_views_are_in_channels_last() -> None:
     for batch in seen(many(2, blends=True), photos(4))[0]:
         assert batch.is_contiguous(memory_format=torch.channels_last)

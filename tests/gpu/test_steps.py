@@ -5,8 +5,10 @@ import dataclasses
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ from torch.nn.utils import parameters_to_vector
 import curvssl
 from curvssl.config import demo
 from curvssl.gpu.steps import keep_compile_cache
+from curvssl.losses import BarlowTwinsLoss
 from curvssl.models import Net
+from curvssl.paper import arms
 from curvssl.train.loop import Stopped, pretrain
 from curvssl.train.step import Step
 
@@ -88,6 +92,7 @@ def test_the_second_step_of_a_process_is_compiled_even_if_a_function_may_be_comp
         ("curvssl", "captured", True, "resnet18", {"local": 3, "alpha_chord": 2.0, "alpha_turn": 3.0}),
         ("curvssl", "captured", False, "resnet-mini", {"alpha_turn": 3.0}),
         ("barlow-twins", "captured", False, "resnet18", {"local": 3}),
+        ("barlow-twins", "captured", False, "resnet18", {"local": 1, "alpha_path": 20.0}),
     ],
 )
 def test_compiled_and_captured_steps_train_as_eager_ones_do(
@@ -184,22 +189,34 @@ def flat_net() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 16))
 
 
-def take_with_a_schedule(step: Step, steps: int, *, weight: str = "alpha_curv") -> None:
-    """Each step has another number as the weight."""
+def take_with_a_schedule(step: Step, steps: int, change: Callable[[Any, float], None]) -> None:
+    """Each step has other numbers as the weights."""
     for s in range(steps):
-        setattr(step.criterion, weight, float(s))
+        change(step.criterion, s / steps)
         numbers = torch.Generator().manual_seed(s)
         rows = torch.randperm(1437, generator=numbers)[:BATCH].to(step.device)
         step(rows, draw(step, BATCH, numbers), 1e-5)
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_schedule_of_a_weight_is_followed_by_a_compiled_step_without_compiling_again():
-    modes = ("eager", "compiled")
-    eager, step = (make_step("barlow-twins", mode, torch.device("cpu"), net=flat_net()) for mode in modes)
-    take_with_a_schedule(eager, 4, weight="lambda_emb")
+def test_a_schedule_of_weights_is_followed_by_a_compiled_step_without_compiling_again():
+    def change(criterion: Any, share: float) -> None:
+        criterion.schedule(share)
+        criterion.loss.lambda_emb = 4 * share
+
+    eager, step = (
+        make_step(
+            "own",
+            mode,
+            torch.device("cpu"),
+            net=flat_net(),
+            criterion=arms.Late(BarlowTwinsLoss(), (3.0, arms.NTXent())),
+        )
+        for mode in ("eager", "compiled")
+    )
+    take_with_a_schedule(eager, 4, change)
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
-        take_with_a_schedule(step, 4, weight="lambda_emb")
+        take_with_a_schedule(step, 4, change)
     assert step.mode == "compiled"
     assert step.means() == pytest.approx(eager.means(), rel=1e-3, abs=1e-2)
 
@@ -210,10 +227,34 @@ def test_a_schedule_of_a_weight_is_followed_by_a_compiled_step_without_compiling
 def test_a_schedule_of_alpha_is_followed_by_a_captured_step(method: str):
     eager, step = (make_step(method, mode, torch.device("cuda")) for mode in ("eager", "captured"))
     for one in (eager, step):
-        take_with_a_schedule(one, 8)
+        take_with_a_schedule(one, 8, lambda criterion, share: setattr(criterion, "alpha_curv", 8 * share))
     assert step.mode == "captured"
     assert step.means() == pytest.approx(eager.means(), rel=5e-3, abs=5e-2)
     assert float(step.gradient_norm()) == pytest.approx(float(eager.gradient_norm()), rel=0.05)  # α is 7 by then
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kernel", [None, "rbf"])
+def test_the_arms_of_the_study_of_curvature_are_captured_with_their_schedule_and_their_bank(kernel: str | None):
+    def criterion() -> arms.Late:
+        bank = arms.Bank(d=16, size=3 * BATCH, k=5, kernel=kernel)
+        return arms.Late(arms.NTXent(), (3.0, bank), (2.0, arms.Profile(k=5))).cuda()
+
+    eager, step = (
+        make_step("own", mode, torch.device("cuda"), net=small_net(), criterion=criterion())
+        for mode in ("eager", "captured")
+    )
+    for one in (eager, step):
+        take_with_a_schedule(one, 8, lambda criterion, share: criterion.schedule(share))
+    assert step.mode == "captured"
+    assert step.means() == pytest.approx(eager.means(), rel=5e-3, abs=5e-2)
+    torch.testing.assert_close(step.criterion.state_dict(), eager.criterion.state_dict(), rtol=1e-2, atol=1e-2)
+    rows, u = torch.arange(BATCH, device="cuda"), draw(step, BATCH)
+    with nothing_waits():  # for a new weight neither
+        for share in (0.7, 0.8):
+            step.criterion.schedule(share)
+            step(rows, u, 1e-5)
 
 
 # ---- a user's own criterion ----

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from curvssl import BarlowTwinsLoss, Curvature, CurvSSLLoss, KernelCurvSSLLoss, VICRegLoss
 from curvssl import ranks as distributed
-from curvssl.losses import Chord, Sum
+from curvssl.losses import Chord, Sum, ViewPath
+from curvssl.paper.arms import NTXent, Profile
 
 IMAGES, FEATURES, EMBEDDING = 24, 6, 4  # 24 images: 12 for each of 2 ranks, 8 for each of 3
 LOSSES: dict[str, nn.Module] = {
@@ -25,11 +26,14 @@ LOSSES: dict[str, nn.Module] = {
     "polynomial": KernelCurvSSLLoss(k=5, kernel="polynomial", gamma="scale"),
     "cosine": KernelCurvSSLLoss(k=5, kernel="cosine"),
     "linear": KernelCurvSSLLoss(k=5, kernel="linear"),
+    "nt-xent": NTXent(),
+    "profile": Profile(k=9),
 }
 MANY: dict[str, nn.Module] = {  # over all views
     "barlow over views": BarlowTwinsLoss(lambda_emb=0.3),
     "vicreg over views": VICRegLoss(),
     "curvssl with the chord": Sum(CurvSSLLoss(k=9), (2.0, Chord())),
+    "barlow with the path": Sum(BarlowTwinsLoss(), (2.0, ViewPath())),
 }
 Outcome = dict[str, Any]
 

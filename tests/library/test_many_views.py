@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import curvssl
 from curvssl import BarlowTwinsLoss, Chord, Curvature, CurvSSLLoss, KernelCurvSSLLoss, VICRegLoss
-from curvssl.losses import Loss, Sum, Turn, pairs, partners, standardise
+from curvssl.losses import Loss, Sum, Turn, ViewPath, pairs, partners, standardise
 
 
 def views(n: int, b: int = 12, d: int = 4) -> Tensor:
@@ -129,6 +129,15 @@ def test_a_blend_is_the_weighted_mean_of_two_images() -> None:
     torch.testing.assert_close(curvssl.blend(x, t)[0], torch.tensor(expected))
     with pytest.raises(ValueError, match="3 images do not form pairs to blend"):
         curvssl.blend(x[:3])
+
+
+def test_the_path_of_views_is_the_loop_over_middle_views() -> None:
+    z = views(1).numpy()
+    ends = np.concatenate(z[:2])
+    z0, z1, middle = (z - ends.mean(0)) / (ends.std(0) + 1e-5)
+    half = torch.full((len(z0),), 0.5, dtype=torch.float64)
+    value = ViewPath().exactly(torch.from_numpy(z), half)
+    np.testing.assert_allclose(value, [np.mean((middle - (z0 + z1) / 2) ** 2)], rtol=1e-12)
 
 
 def test_a_loss_with_the_chord_is_the_sum_of_both() -> None:

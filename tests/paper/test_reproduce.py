@@ -2,17 +2,23 @@
 
 import dataclasses
 import json
+import runpy
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from scipy import stats
+from sklearn.neighbors import NearestNeighbors
 
 from curvssl.cli import main
 from curvssl.config import PretrainConfig, demo, paper_cifar10, paper_mnist
+from curvssl.data.order import hold_out
 from curvssl.files import lock
 from curvssl.manifest import seal
 from curvssl.paper import reproduce, studies
+from curvssl.rundir import Run
 
 
 def tiny() -> studies.Study:
@@ -21,10 +27,11 @@ def tiny() -> studies.Study:
     return studies.cells(preset, methods=("barlow-twins", "curvssl"), seeds=(0,))
 
 
-def write_cell(results: Path, cell: str, config: PretrainConfig, accuracy: float) -> None:
+def write_cell(results: Path, cell: str, config: PretrainConfig, accuracy: float, criterion: Any = None) -> None:
     probes = {name: {"mean": accuracy} for name in ("linear", "mlp", "knn")}
     curves = [{"epoch": 1, "rho": 0.1, "effective_rank": 9.0}, {"epoch": 2, "rho": 0.25, "effective_rank": 12.0}]
-    found = {"config": config.to_dict(), "probes": probes, "seconds_with_probes": 60.0, "curves": curves}
+    found = {"config": config.to_dict(), "criterion": criterion, "probes": probes, "curves": curves}
+    found["seconds_with_probes"] = 60.0
     path = results / f"{cell}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(seal(found)))
@@ -57,7 +64,7 @@ def test_the_alpha_study_varies_the_weight_and_nothing_else():
 
 def test_curves_have_a_colour_for_each_row_and_where_these_are_too_many_for_each_method():
     for name, labels in (("alpha", 7), ("recipe", 3)):
-        cells = {cell: c.to_dict() for cell, c in studies.study_of(name).items() if c.dataset == "cifar10"}
+        cells = {cell: c.to_dict() for cell, (c, *_) in studies.study_of(name).items() if c.dataset == "cifar10"}
         drawn = reproduce.looks(cells)
         assert (
             len({look["label"] for look in drawn.values()}) == len({look["color"] for look in drawn.values()}) == labels
@@ -99,6 +106,18 @@ def test_settings_are_chosen_on_training_images_that_were_held_out(tmp_path: Pat
     assert right == pytest.approx(round(right), abs=1e-6)  # a whole number of held-out images
     assert not (tmp_path / "runs/choice/digits-vicreg-held/features-test.npz").exists()
 
+    measures = found["measures"]  # of the same images, so of as many
+    assert measures["images"] == held
+    run = Run.read(tmp_path / "runs/choice/digits-vicreg-held")
+    _, rows, _ = hold_out(1437, share=0.2, seed=0)
+    h = np.load(run.path / "features-train.npz")["h"][rows.sort().values].astype(np.float64)
+    sigma = np.linalg.svd(h, compute_uv=False)
+    assert measures["stable_rank"] == pytest.approx((sigma**2).sum() / sigma[0] ** 2, rel=1e-5)
+    edges = h[NearestNeighbors(n_neighbors=11).fit(h).kneighbors(h)[1][:, 1:]] - h[:, None]
+    edges /= np.linalg.norm(edges, axis=2, keepdims=True)
+    cosines = np.einsum("iad,ibd->iab", edges, edges)
+    assert measures["curvature"] == pytest.approx((cosines.sum((1, 2)) - 10).mean() / 2, rel=1e-4)
+
 
 def test_the_table_has_the_papers_number_the_spread_over_seeds_and_the_paired_difference(tmp_path: Path):
     accuracies = {"barlow-twins": (70.0, 72.0, 71.0), "curvssl": (71.0, 72.5, 72.0)}
@@ -137,6 +156,87 @@ def test_the_recipe_study_departs_by_what_the_paper_leaves_open_and_never_sees_t
         assert config.holdout > 0
         paper = {"cifar10": paper_cifar10(), "mnist": paper_mnist()}[config.dataset]
         assert [getattr(config, name) for name in stated] == [getattr(paper, name) for name in stated]
+
+
+def test_every_arm_of_curvature_differs_from_its_baseline_by_the_term_and_by_the_epochs_that_pay_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(studies, "RATIOS", {name: ratio or 1.25 for name, ratio in studies.RATIOS.items()})
+    stages = {name: studies.study_of(name) for name in ("curvature", "curvature-arms", "curvature-fast")}
+    cells = {name: cell for stage in stages.values() for name, cell in stage.items()}
+    assert len(cells) == sum(map(len, stages.values()))  # so a name says which cell is meant
+    term = {"method", "alpha_curv", "k", "gamma", "alpha_chord", "alpha_path"}
+    ratios = set()
+    for name, (config, arm, baseline) in cells.items():
+        assert config.holdout > 0
+        if not baseline:
+            continue
+        base = cells[f"{baseline}-seed{config.seed}"]
+        assert not base.baseline
+        ratio = base.config.epochs / config.epochs
+        ratios.add(round(ratio, 1))
+        assert ratio >= 1
+        assert config.warmup_epochs / config.epochs == pytest.approx(
+            base.config.warmup_epochs / base.config.epochs, abs=0.02
+        )
+        ours, theirs = config.to_dict(), base.config.to_dict()
+        assert {key for key in ours if ours[key] != theirs[key]} <= term | {"epochs", "warmup_epochs"}
+        assert arm is None or arm.loss == (base.arm.loss if base.arm else base.config.method)
+        assert arm is not None or config.method != "own", name
+    assert ratios == {1.0, 1.2, 1.3, 1.4}
+    for stage in stages.values():  # the first seed of all arms comes first
+        seeds = [cell.config.seed for cell in stage.values()]
+        assert seeds == sorted(seeds)
+
+
+def test_an_arm_goes_on_if_it_gains_half_a_point_and_in_all_three_seeds(tmp_path: Path):
+    base, gains = (70.0, 72.0, 71.0), {"alpha3": (0.5, 0.6, 0.7), "alpha10": (2.0, -0.1, 2.0), "alpha30": (3.0,)}
+    twins, late = studies.curvature(), studies.curvature_arms()
+    for seed, accuracy in enumerate(base):
+        name = f"cifar10-barlow-twins-seed{seed}"
+        write_cell(tmp_path / "curvature", name, twins[name].config, accuracy)
+        for weight, gain in gains.items():
+            name = f"cifar10-late{'-kernel' * (weight == 'alpha30')}-{weight}-seed{seed}"
+            if seed < len(gain):
+                criterion = reproduce.criterion_of(late[name])
+                write_cell(tmp_path / "curvature-arms", name, late[name].config, accuracy + gain[seed], criterion)
+    tables = runpy.run_path(str(Path(__file__).parents[2] / "results/tables.py"))
+    tables["screening"].__globals__["HERE"] = tmp_path
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables["curvature_arms"]().splitlines()[2:5]]
+    half = stats.t.ppf(0.975, 2) * stats.sem((0.5, 0.6, 0.7))
+    assert rows[0] == [
+        "late-alpha3",
+        "100",
+        "3",
+        "71.6",
+        "71.6",
+        f"+0.6 ({0.6 - half:+.1f} … {0.6 + half:+.1f})",
+        "yes",
+    ]
+    assert [row[-1] for row in rows] == ["yes", "", ""]
+    assert rows[2][2:6] == ["1", "73.0", "73.0", "+3.0"]
+    assert "No cell of this study has been run yet" in tables["curvature_fast"]()
+
+
+def test_the_ratios_of_steps_are_those_that_were_measured():
+    results = Path(__file__).parents[2] / "results"
+
+    def rows(file: str, part: str) -> list[dict[str, Any]]:
+        return json.loads((results / file).read_text())[part] if (results / file).exists() else []
+
+    blends = {
+        "chord": ("gpu-views.json", "imagenet", "two and a blend", "two views"),
+        "fast, chord": ("gpu-views.json", "small", "two and a blend", "two views"),
+        "fast, local views, chord": ("gpu-views-595dc09.json", "small", "two, four and a blend", "two and four"),
+    }
+    measured = {}
+    for name, (file, stem, with_blend, without) in blends.items():
+        ms = {row["name"]: row["ms"] for row in rows(file, "views") if row["stem"] == stem}
+        measured[name] = ms[with_blend] / ms[without]
+    ms = {row["name"]: row["ms"] for row in rows("gpu-arms.json", "arms")}
+    measured |= {row["name"]: row["ms"] / ms[row["over"]] for row in rows("gpu-arms.json", "arms") if row.get("over")}
+    for name, ratio in studies.RATIOS.items():
+        assert ratio == (pytest.approx(measured[name], abs=2e-3) if name in measured else None), name
 
 
 def test_the_precision_study_is_one_recipe_in_two_arithmetics():

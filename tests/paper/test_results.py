@@ -39,4 +39,4 @@ def test_a_result_carries_its_provenance(file: Path):
 def test_every_cell_was_run_with_the_settings_that_its_study_gives_it(study: str):
     asked = study_of(study)
     for file in (ROOT / "results" / study).glob("*.json"):
-        assert PretrainConfig.from_dict(json.loads(file.read_text())["config"]) == asked[file.stem]
+        assert PretrainConfig.from_dict(json.loads(file.read_text())["config"]) == asked[file.stem].config

@@ -73,7 +73,8 @@ def test_every_field_of_the_configuration_is_a_flag():
     views = {f.name: other(base.augment, f) for f in dataclasses.fields(AugmentConfig)}
     colours = {f.name: other(base.local, f) for f in dataclasses.fields(Colours)}
     plain = [f for f in dataclasses.fields(PretrainConfig) if f.name not in ("augment", "second", "local")]
-    fields = {f.name: other(base, f) for f in plain}
+    fields = {f.name: other(base, f) for f in plain} | {"alpha_path": 0.0}  # it goes without blends and a second view
+    assert parsed("--alpha-path", "2").alpha_path == 2
     words = [word for name, value in fields.items() for word in flag(name, value)]
     words += [word for name, value in views.items() for word in flag(name, value, "augment.")]
     words += [word for name, value in colours.items() for word in flag(name, value, "local.")]

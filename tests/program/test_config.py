@@ -186,6 +186,7 @@ def test_other_views_have_the_colours_of_the_first_unless_told_otherwise():
     ("changes", "words"),
     [
         ({"local_views": -1}, "local_views=-1 needs to be 0 or more"),
+        ({"limit": -1}, "limit=-1 needs to be 0 or more"),
         ({"local_views": 2, "local_size": 0}, "local_size=0 needs to be 1 or more"),
         ({"local_views": 2, "local_crop_scale": (0.5, 0.1)}, "local views: crop_scale="),
         ({"local_views": 2, "local": Colours(hue=2.0)}, "local views: hue=2.0"),
@@ -193,6 +194,8 @@ def test_other_views_have_the_colours_of_the_first_unless_told_otherwise():
         ({"alpha_chord": -1.0}, "alpha_chord=-1.0 needs to be 0 or more"),
         ({"alpha_chord": 1.0, "batch_size": 255}, "batch_size=255 has no pairs to blend for alpha_chord"),
         ({"alpha_chord": 1.0, "method": "own"}, "an own criterion sees no blends"),
+        ({"alpha_path": 1.0, "alpha_chord": 1.0}, "a step has room for one: set one to 0"),
+        ({"alpha_path": 1.0, "second": Colours(blur=0.5)}, "alpha_path needs two global views that are made alike"),
         ({"alpha_turn": 1.0, "method": "own"}, "an own criterion sees no turned views"),
     ],
 )

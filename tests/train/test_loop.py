@@ -18,7 +18,9 @@ from pipeline import TINY, one_thread, rows, weights
 from torch import Tensor, nn
 
 from curvssl.config import PretrainConfig, UserError
+from curvssl.data import memory
 from curvssl.data import named as data
+from curvssl.data.images import TensorImages
 from curvssl.data.order import batches, hold_out, mix
 from curvssl.data.views import Augment, Views
 from curvssl.files import lock
@@ -365,6 +367,36 @@ def test_the_held_out_images_are_none_of_those_trained_on(share: float, held: in
     again, other = hold_out(1437, share=share, seed=3)[1], hold_out(1437, share=share, seed=4)[1]
     assert torch.equal(out, again)
     assert not torch.equal(out, other)
+
+
+def test_a_limit_draws_some_of_the_images_to_train_on_and_changes_nothing_else():
+    ask: dict[str, Any] = {"share": 0.1, "seed": 3, "unlabelled": 1437}
+    everything, few, more = (hold_out(1437, limit=limit, **ask) for limit in (0, 200, 800))
+    assert (len(few.fit), len(more.fit), len({*few.fit.tolist()})) == (200, 800, 200)
+    assert {*few.fit.tolist()} <= {*more.fit.tolist()} <= {*everything.fit.tolist()}
+    assert 80 < int((few.fit >= 1437).sum()) < 130  # with and without labels alike: 1437 of 2731
+    for part in ("held", "known"):
+        assert torch.equal(getattr(few, part), getattr(everything, part))
+    assert len(hold_out(1437, limit=9999, **ask).fit) == len(everything.fit)
+
+
+def test_a_run_with_a_limit_trains_on_these_images_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    few = dataclasses.replace(TINY, limit=100, batch_size=50, epochs=1)
+    digits = data.load("digits")
+    fit = train.chosen(few, digits).fit
+    assert len(fit) == 100
+    pixels = torch.zeros_like(digits.train.images.pixels)
+    pixels[fit] = digits.train.images.pixels[fit]
+    blank = dataclasses.replace(digits, train=data.Split(TensorImages.of(pixels), digits.train.labels))
+    run = pretrain(few, out=tmp_path / "all", progress=False)
+    assert run.read_json("provenance.json")["images"] == 100
+    assert rows(run.path)[-1]["step"] == 2
+    monkeypatch.setattr(train, "load_on_ranks", lambda *_, **__: blank)
+    again = pretrain(few, out=tmp_path / "blank", progress=False)
+    monkeypatch.setattr(memory, "fits", lambda *_, **__: False)
+    streamed = pretrain(few, out=tmp_path / "streamed", progress=False)
+    assert weights(run.path) == weights(again.path) == weights(streamed.path)
+    assert rows(run.path)[-1]["knn"] != rows(again.path)[-1]["knn"]  # the monitor still asks for held-out images
 
 
 def test_near_seeds_and_steps_give_unrelated_numbers():

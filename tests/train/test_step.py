@@ -124,6 +124,20 @@ def test_a_step_of_many_views_is_the_double_loop_over_pairs_of_single_passes():
     torch.testing.assert_close(step.z, torch.cat((z0, z1)).detach(), rtol=1e-4, atol=1e-4)
 
 
+def test_a_middle_view_is_compared_with_the_global_ones_and_with_nothing_else():
+    step = make_step("barlow-twins", "eager", torch.device("cpu"), local=1, alpha_path=3.0)
+    rows, u, net = torch.arange(BATCH), draw(step, BATCH), small_net()
+    step(rows, u, 1e-3)
+    big, small = step.views(load("digits").train.images.pixels[rows], u)
+    *first, middle, local = (net(view).detach() for view in (*big.split(BATCH), small))
+    ends = torch.cat(first)
+    z0, z1, z = ((z - ends.mean(0)) / ends.std(0, correction=0) for z in (*first, middle))
+    path = (z - (z0 + z1) / 2).square().mean()
+    twins = losses.BarlowTwinsLoss(lambda_emb=demo().lambda_emb)(*first, local)
+    assert step.means()["path"] == pytest.approx(path.item(), rel=1e-3)
+    assert step.means()["loss"] == pytest.approx((twins + 3 * path).item(), rel=1e-3)
+
+
 @pytest.mark.parametrize("local", [0, 2])
 def test_a_head_reads_the_features_of_views_that_are_turned_by_quarters(local: int):
     """Image i in view j is turned by i + j quarters. The other terms see nothing of these views."""
