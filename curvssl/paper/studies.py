@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from curvssl.config import AugmentConfig, Colours, PretrainConfig, paper_cifar10, paper_mnist, unknown
+from curvssl.config import PRESETS, AugmentConfig, Colours, PretrainConfig, paper_cifar10, paper_mnist, unknown
 
 Study = dict[str, PretrainConfig]
 
@@ -185,6 +185,40 @@ def strong() -> Study:
     return {f"cifar10-{name}": dataclasses.replace(start, **change) for name, change in changes.items()}
 
 
+def presets() -> Study:
+    """The fast and the strong presets as they are, on test images, with their time. All seeds of one preset come before
+    the next, and last come those whose data only torchvision fetches."""
+    chosen = {name: make() for name, make in PRESETS.items() if name.startswith(("fast-", "strong-"))}
+    return {
+        f"{config.dataset}-{name.partition('-')[0]}-seed{seed}": dataclasses.replace(config, seed=seed)
+        for name, config in chosen.items()
+        for seed in SEEDS
+    }
+
+
+def small_batches() -> Study:
+    """Settings for batches of 32 and 64, on held-out training images: what benchmarks/small_batches.py tries on a CPU,
+    and LARS. With 256 images it is the cell cifar10-barlow-twins-local0-40-seed0 of the study `views`."""
+    base = twins_of_many_views()
+    study: Study = {}
+    for batch in (64, 32):
+        share = batch / base.batch_size
+        rate, weight = {"lr": base.lr * share**0.5}, {"lambda_emb": base.lambda_emb * share}
+        lars = {"optimizer": "lars", "lr": 0.03, "weight_decay": 1e-3}
+        changes: dict[str, dict[str, Any]] = {
+            "": {},
+            "-rate": rate,
+            "-lars": lars,
+            "-lars-rate": lars | {"lr": 0.03 * share},  # of SGD, which LARS is, the rate follows the batch itself
+            "-lambda": weight,
+            "-rate-lambda": rate | weight,
+            "-dz128": {"d_z": 128},
+        }
+        for name, change in changes.items():
+            study[f"cifar10-b{batch}{name}"] = dataclasses.replace(base, batch_size=batch, **change)
+    return study
+
+
 def curvature() -> Study:
     """Does the paper's term ever help? The first stage of what docs/curvature.md registers, on held-out images: the
     first look (`alpha`) with more weights, neighbourhoods, dimensions and batch sizes. A name ends with its baseline's
@@ -221,6 +255,8 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "precision": precision,
     "views": many_views,
     "strong": strong,
+    "presets": presets,
+    "small-batches": small_batches,
     "curvature": curvature,
 }
 
