@@ -371,6 +371,18 @@ def defaults() -> str:
     return markdown(("settings", "batch", "epochs", "linear", "kNN"), rows, "default-notes.json")
 
 
+def halved() -> str:
+    """The probes of the best encoder in float32 and rounded to float16."""
+    if not (HERE / "halved.json").exists():
+        return "Not run yet: `python benchmarks/halved.py`.\n"
+    measured = read("halved.json")
+    rows = []
+    for name in ("float32", "float16"):
+        accuracy = (f"{measured[name]['probes'][probe]['mean']:.2f}" for probe in ("linear", "mlp", "knn"))
+        rows.append([name, f"{measured[name]['megabytes']:.1f} MB", *accuracy])
+    return markdown(("weights", "file", "linear", "mlp", "kNN"), rows, "halved.json")
+
+
 def large_folder() -> str:
     """What the commands need for 100,000 files."""
     rows = [
@@ -1141,6 +1153,7 @@ MADE = (
     planted,
     predictors,
     defaults,
+    halved,
     view_pairs,
     gpu_command,
     gpu_again,
