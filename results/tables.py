@@ -371,6 +371,53 @@ def defaults() -> str:
     return markdown(("settings", "batch", "epochs", "linear", "kNN"), rows, "default-notes.json")
 
 
+SMALL_BATCH = {"lr": "rate × √(b / 256)", "lambda_emb": "λ_emb × b / 256", "d_z": "d_z 128"}
+
+
+def small_batches() -> str:
+    """Every combination of three changes to the default settings, for two small batches."""
+    measured = read("small-batches-cpu.json")
+    accuracy: dict[tuple[str, ...], dict[int, list[Any]]] = {}
+    for r in measured["rows"]:
+        accuracy.setdefault(tuple(r["changed"]), {}).setdefault(r["batch"], []).append(r)
+    batches = sorted({r["batch"] for r in measured["rows"]})
+
+    def value(found: list[Any], probe: str) -> str:
+        return f"{mean(r[probe] for r in found):.1f}" if found else ""
+
+    rows = [
+        [
+            ", ".join(SMALL_BATCH[name] for name in changed) or "nothing",
+            *(value(by_batch.get(b, []), probe) for probe in ("linear", "knn") for b in batches),
+        ]
+        for changed, by_batch in accuracy.items()
+    ]
+    header = [f"{title}, b = {b}" for title in ("linear", "kNN") for b in batches]
+    floors = [r["untrained"] for r in measured["rows"] if "untrained" in r]
+    floor = " and ".join(f"{mean(f[probe] for f in floors):.1f}" for probe in ("linear", "knn"))
+    made = measured["provenance"]
+    where = f"{made['device']}, commit {made['commit']}; the encoder before training has {floor}"
+    return markdown(("changed for the batch", *header), rows, "small-batches-cpu.json", where)
+
+
+def small_batch_effects() -> str:
+    """What one change brings: the mean over all pairs of runs that differ in it alone."""
+    measured = read("small-batches-cpu.json")
+    runs = {(r["batch"], r["seed"], frozenset(r["changed"])): r for r in measured["rows"]}
+    batches = sorted({batch for batch, _, _ in runs})[:-1]
+    rows = []
+    for name, title in SMALL_BATCH.items():
+        row = [title]
+        for probe in ("linear", "knn"):
+            for batch in batches:
+                gains = [r[probe] - runs[b, seed, changed - {name}][probe]
+                         for (b, seed, changed), r in runs.items() if name in changed and b == batch]  # fmt: skip
+                row.append(f"{mean(gains):+.1f} ± {stdev(gains) / len(gains) ** 0.5:.1f}")
+        rows.append(row)
+    header = [f"{what}, b = {b}" for what in ("linear", "kNN") for b in batches]
+    return markdown(("gain from", *header), rows, "small-batches-cpu.json", "mean of pairs ± standard error")
+
+
 def halved() -> str:
     """The probes of the best encoder in float32 and rounded to float16."""
     if not (HERE / "halved.json").exists():
@@ -1153,6 +1200,8 @@ MADE = (
     planted,
     predictors,
     defaults,
+    small_batches,
+    small_batch_effects,
     halved,
     view_pairs,
     gpu_command,
