@@ -212,7 +212,7 @@ def small_batches() -> Study:
             "-lambda": {"lambda_emb": 2 * base.lambda_emb},  # less was worse on a CPU
         }
         for name, change in changes.items():
-            study[f"cifar10-b{batch}{name}"] = dataclasses.replace(base, batch_size=batch, **change)
+            study[f"cifar10-barlow-twins-b{batch}{name}"] = dataclasses.replace(base, batch_size=batch, **change)
     return study
 
 
