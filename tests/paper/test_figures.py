@@ -15,7 +15,7 @@ from sklearn.metrics import silhouette_score
 
 from curvssl.data.named import load
 from curvssl.evaluate.maps import COLOURS
-from curvssl.paper.figures import _curves_figure, _maps_figure, draw_curves, draw_maps, map_record
+from curvssl.paper.figures import _curves_figure, _maps_figure, _times_figure, draw_curves, draw_maps, map_record
 
 Record = dict[str, Any]
 
@@ -133,6 +133,17 @@ def test_a_dozen_cells_are_told_apart_and_seeds_of_one_style_share_an_entry_of_t
     styled = _curves_figure(cells, keys=["loss"], title="", style=style)
     assert looks(styled.axes[0].lines) == [(COLOURS[i], "-", "") for i in range(4) for _ in range(3)]
     assert [text.get_text() for text in styled.legends[0].get_texts()] == [*"wxyz"]
+
+
+def test_every_run_is_a_point_at_its_minutes_and_every_published_accuracy_a_line_across():
+    measured = {"fast": [(3.5, 91.0), (3.6, 90.5)], "lightly": [(4.0, 80.0)]}
+    (axes,) = _times_figure(measured, published={"theirs": 92.1, "others": 92.6}, title="").axes
+    fast, lightly, *across = axes.lines
+    assert [line.get_xydata().tolist() for line in (fast, lightly)] == [[[3.5, 91.0], [3.6, 90.5]], [[4.0, 80.0]]]
+    assert {line.get_label(): set(line.get_ydata()) for line in across} == {"theirs": {92.1}, "others": {92.6}}
+    assert len({*looks(axes.lines)}) == 4
+    low, high = axes.get_xlim()
+    assert low < 3.5 < 4.0 < high
 
 
 def test_figures_are_the_same_bytes_from_their_json_in_a_process_that_has_no_umap(digits, tmp_path: Path):

@@ -54,6 +54,11 @@ def test_a_paper_preset_has_what_the_paper_states(preset: str, dataset: str, epo
     assert {name: getattr(config, name) for name in stated} == stated
 
 
+def test_no_preset_mirrors_digits():
+    mirrored = {config.dataset for config in (make() for make in PRESETS.values()) if config.augment.flip}
+    assert not mirrored & {"mnist", "svhn"}
+
+
 def test_the_defaults_are_the_papers():
     config = PretrainConfig()
     assert {name: getattr(config, name) for name in PAPER} == PAPER
