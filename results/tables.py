@@ -482,6 +482,21 @@ STRONG = {  # what a cell of the study changes, in words
     "lars-turn400-local.1-.4": "LARS, turns and local crops 0.1 to 0.4",
     "lars-turn400x1-local.1-.4": "LARS, turns of one view and local crops 0.1 to 0.4",
     "lars-local.1-.4": "LARS and local crops 0.1 to 0.4",
+    **{
+        f"lars-{name}-local.1-.4": f"LARS and local crops 0.1 to 0.4, {what}"
+        for name, what in {
+            "rate.06": "rate 0.06",
+            "decay3e-4": "decay 3e-4",
+            "lambda.0025": "λ_emb 0.0025",
+            "lambda.01": "λ_emb 0.01",
+            "dz2048": "d_z 2048",
+            "b512": "batches of 512, rate 0.06",
+            "eight": "eight local views",
+            "size20": "local views of 20×20",
+            "crop.08": "global crops from 0.08 on",
+            "solarize": "solarized second view",
+        }.items()
+    },
     "lars-weak-first": "LARS, and no change of colours in the first view",
     "turn100": "turns, weight 100",
     "crop.08": "global crops from 0.08 on for 0.2",

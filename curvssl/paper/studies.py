@@ -198,6 +198,20 @@ def strong() -> Study:
         "crop.08": {"augment": views(crop=0.08)},
         "solarize": {"second": Colours(solarize=0.2)},
     }
+    best = changes["lars-local.1-.4"]
+    further: dict[str, dict[str, Any]] = {
+        "rate.06": {"lr": 0.06},
+        "decay3e-4": {"weight_decay": 3e-4},
+        "lambda.0025": {"lambda_emb": 0.0025},
+        "lambda.01": {"lambda_emb": 0.01},
+        "dz2048": {"d_z": 2048},
+        "b512": {"batch_size": 512, "lr": 0.06},
+        "eight": {"local_views": 8},
+        "size20": {"local_size": 20},
+        "crop.08": {"augment": views(crop=0.08)},
+        "solarize": {"second": Colours(solarize=0.2)},
+    }
+    changes |= {f"lars-{name}-local.1-.4": {**best, **change} for name, change in further.items()}
     longer = {"epochs": 150, "warmup_epochs": 10}
     changes |= {
         f"150-{name}": {**changes[name], **longer} for name in changes if name.endswith("local.1-.4") and "lars" in name
