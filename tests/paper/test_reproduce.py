@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
-import runpy
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from generators import curvature
 from scipy import stats
 from sklearn.neighbors import NearestNeighbors
 
@@ -189,7 +189,9 @@ def test_every_arm_of_curvature_differs_from_its_baseline_by_the_term_and_by_the
         assert seeds == sorted(seeds)
 
 
-def test_an_arm_goes_on_if_it_gains_half_a_point_and_in_all_three_seeds(tmp_path: Path):
+def test_an_arm_goes_on_if_it_gains_half_a_point_and_in_all_three_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     base, gains = (70.0, 72.0, 71.0), {"alpha3": (0.5, 0.6, 0.7), "alpha10": (2.0, -0.1, 2.0), "alpha30": (3.0,)}
     twins, late = studies.curvature(), studies.curvature_arms()
     for seed, accuracy in enumerate(base):
@@ -200,9 +202,8 @@ def test_an_arm_goes_on_if_it_gains_half_a_point_and_in_all_three_seeds(tmp_path
             if seed < len(gain):
                 criterion = reproduce.criterion_of(late[name])
                 write_cell(tmp_path / "curvature-arms", name, late[name].config, accuracy + gain[seed], criterion)
-    tables = runpy.run_path(str(Path(__file__).parents[2] / "results/tables.py"))
-    tables["screening"].__globals__["HERE"] = tmp_path
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables["curvature_arms"]().splitlines()[2:5]]
+    monkeypatch.setattr(curvature, "HERE", tmp_path)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in curvature.curvature_arms().splitlines()[2:5]]
     half = stats.t.ppf(0.975, 2) * stats.sem((0.5, 0.6, 0.7))
     assert rows[0] == [
         "late-alpha3",
@@ -215,7 +216,7 @@ def test_an_arm_goes_on_if_it_gains_half_a_point_and_in_all_three_seeds(tmp_path
     ]
     assert [row[-1] for row in rows] == ["yes", "", ""]
     assert rows[2][2:6] == ["1", "73.0", "73.0", "+3.0"]
-    assert "No cell of this study has been run yet" in tables["curvature_fast"]()
+    assert "No cell of this study has been run yet" in curvature.curvature_fast()
 
 
 def test_the_ratios_of_steps_are_those_that_were_measured():

@@ -1,12 +1,12 @@
 """Every table in README and docs agrees with results/, and every result has its provenance."""
 
 import json
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from generators.base import device_minutes
 
 from curvssl.config import PretrainConfig
 from curvssl.paper.studies import STUDIES, study_of
@@ -24,7 +24,6 @@ def test_cells_that_share_the_device_count_once():
     def cell(ends: str, minutes: float) -> dict[str, object]:
         return {"provenance": {"created": f"2026-01-01T00:{ends}:00Z"}, "seconds_with_probes": 60 * minutes}
 
-    device_minutes = runpy.run_path(str(ROOT / "results/tables.py"))["device_minutes"]
     assert device_minutes([cell("10", 4), cell("30", 1), cell("08", 4), cell("09", 1)]) == pytest.approx(6 + 1)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
+from generators.speed import exchanged
 from PIL import Image
 from pipeline import flags, one_thread
 from torch import nn
@@ -231,9 +231,8 @@ def test_shares_leave_nothing_out(n: int, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("method", ranks.METHODS)
 def test_the_loss_exchanges_as_much_as_the_document_says(method: str, folder: Path):
-    tables = runpy.run_path(str(HERE.parent / "results" / "tables.py"))
     for numbers in said(folder, "exchanged"):
-        assert tuple(numbers[method]) == tables["exchanged"](method, batch=24, d=8)
+        assert tuple(numbers[method]) == exchanged(method, batch=24, d=8)
 
 
 # ---- batch normalisation

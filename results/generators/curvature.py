@@ -1,0 +1,271 @@
+"""Tables of what curvature is good for: training, prediction of accuracy, planted faults, outliers."""
+
+import random
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from statistics import correlation, mean, quantiles
+from typing import Any
+
+from generators.base import HERE, STEMS, cells_of, markdown, read, table
+from generators.speed import cost
+
+CURVATURE = ("curvature", "curvature-arms", "curvature-fast")
+
+
+def screening(study: str) -> str:
+    """The arms of a study of curvature, each beside its own baseline, by the rule of docs/curvature.md."""
+    from curvssl.paper.reproduce import difference, read_results
+    from curvssl.paper.studies import study_of
+
+    arms: dict[str, dict[int, Any]] = {}
+    for name in CURVATURE:  # a baseline may be a cell of another stage
+        for cell, found in read_results(name, results=HERE).items():
+            arms.setdefault(cell.rpartition("-")[0], {})[found["config"]["seed"]] = found
+    baselines = {name.rpartition("-")[0]: cell.baseline for name, cell in study_of(study).items()}
+    rows = []
+    for name, baseline in baselines.items():
+        if name not in arms:
+            continue
+        seeds, known = arms[name], arms.get(baseline, {})
+        probes = [mean(cell["probes"][probe]["mean"] for cell in seeds.values()) for probe in ("linear", "knn")]
+        pairs = [cell["probes"]["linear"]["mean"] - known[seed]["probes"]["linear"]["mean"]
+                 for seed, cell in seeds.items() if seed in known]  # fmt: skip
+        promising = len(pairs) == 3 and min(pairs) > 0 and mean(pairs) >= 0.5
+        epochs = str(next(iter(seeds.values()))["config"]["epochs"])
+        row = [name.removeprefix("cifar10-"), epochs, str(len(seeds)), *(f"{probe:.1f}" for probe in probes)]
+        rows.append([*row, difference(pairs) if baseline else "", "yes" * promising])
+    if not rows:
+        return "No cell of this study has been run yet.\n"
+    header = ("arm", "epochs", "seeds", "linear", "kNN", "linear, over its baseline", "goes on")
+    return markdown(header, rows, f"{study}/", "NVIDIA H200, torch 2.11.0, held-out training images")
+
+
+@table
+def curvature_screening() -> str:
+    return screening("curvature")
+
+
+@table
+def curvature_arms() -> str:
+    return screening("curvature-arms")
+
+
+@table
+def curvature_fast() -> str:
+    return screening("curvature-fast")
+
+
+@table
+def arm_steps() -> str:
+    """What the steps of the arms take, over those of their baselines."""
+    if not (HERE / "gpu-arms.json").exists():
+        return "Not measured yet: `python benchmarks/gpu.py --parts arms --out results/gpu-arms.json`.\n"
+    steps = {r["name"]: r for r in read("gpu-arms.json")["arms"]}
+    rows = [
+        [STEMS[r["stem"]], name, f"{r['ms']:.3f} ms", cost(r, steps[r["over"]]) if r.get("over") else ""]
+        for name, r in steps.items()
+    ]
+    return markdown(("stem", "arm, b = 256", "a step", "over its baseline"), rows, "gpu-arms.json")
+
+
+@table
+def planted() -> str:
+    """How well planted faults are found; the scores that find wrong labels best come first."""
+    (found,) = read("planted.json")["runs"].values()
+    problems = found["means"]
+    names = {name: None for scores in problems.values() for name in scores}
+    rows = [
+        [
+            name,
+            *(f"{of[name]['auroc']:.1f} ± {of[name]['within']:.1f}" if name in of else "" for of in problems.values()),
+        ]
+        for name in sorted(names, key=lambda name: -problems["wrong label"].get(name, {"auroc": 0})["auroc"])
+    ]
+    return markdown(("AUROC", *problems), rows, "planted.json")
+
+
+PREDICTORS = {  # what the last row of a run's metrics may tell of its accuracy
+    "rho": "ρ, the agreement of the views' curvature",
+    "effective_rank": "effective rank of the embeddings",
+    "knn": "accuracy of the kNN monitor, which needs labels",
+}
+
+MEASURED = {  # and what its features may
+    "curvature": "mean curvature of the features",
+    "kernel_curvature": "mean kernel curvature of the features",
+    "rankme": "RankMe",
+    "alpha_req": "α-ReQ, its nearness to 1",
+    "nesum": "NESum",
+    "stable_rank": "stable rank",
+    "selfcluster": "SelfCluster",
+    "twonn": "TwoNN",
+}
+
+
+def shown_by(cell: Any, key: str) -> float | None:
+    """A predictor of a cell, if the cell has it: those before the measures were added do not."""
+    if key not in MEASURED:
+        return cell["curves"][-1].get(key)
+    value = cell.get("measures", {}).get(key)
+    return -abs(value - 1) if key == "alpha_req" and value is not None else value
+
+
+@table
+def predictors() -> str:
+    """Rank correlation, over the cells of all studies, of what training and features show with the accuracy of the
+    linear probe."""
+    # Presets have recipes of their own, and their accuracy is that of another network.
+    folders = [folder for folder in sorted(HERE.glob("*/")) if folder.name != "presets"]
+    cells = [cell for folder in folders for cell in cells_of(folder.name).values() if "curves" in cell]
+    groups: dict[str, list[Any]] = {}
+    for cell in cells:
+        stem = f", {STEMS[cell['config']['stem']]} stem" if cell["config"]["dataset"] == "cifar10" else ""
+        groups.setdefault(cell["config"]["dataset"] + stem, []).append(cell)
+    rows = []
+    for key, title in (PREDICTORS | MEASURED).items():
+        row = [title]
+        for members in groups.values():
+            shown = [(shown_by(cell, key), cell["probes"]["linear"]["mean"]) for cell in members]
+            pairs = [(value, accuracy) for value, accuracy in shown if value is not None]
+            of = f", {len(pairs)} runs" if len(pairs) < len(members) else ""
+            row.append(rank_correlation(pairs) + of if len(pairs) >= 10 else "–")
+        if {*row[1:]} != {"–"}:
+            rows.append(row)
+    header = ("rank correlation with linear accuracy", *(f"{name}, {len(of)} runs" for name, of in groups.items()))
+    return markdown(header, rows, "*/", "the last epoch of every run of all studies; bootstrap 95 % intervals")
+
+
+def rank_correlation(pairs: Sequence[tuple[float, float]]) -> str:
+    """Spearman's, and a bootstrap 95 % interval over the pairs."""
+
+    def ranks(values: Sequence[float]) -> list[float]:
+        ordered = sorted(values)
+        return [(bisect_left(ordered, value) + bisect_right(ordered, value)) / 2 for value in values]
+
+    def spearman(chosen: Sequence[tuple[float, float]]) -> float:
+        x, y = zip(*chosen, strict=True)
+        return correlation(ranks(x), ranks(y))
+
+    draw = random.Random(0)
+    cuts = quantiles([spearman(draw.choices(pairs, k=len(pairs))) for _ in range(1000)], n=40)
+    return f"{spearman(pairs):+.2f} [{cuts[0]:+.2f}, {cuts[-1]:+.2f}]"
+
+
+def outlier_tables(group: str) -> str:
+    """Detectors on mixed and on clean data, best mean AUROC on mixed data first."""
+    means = read("outliers.json")[group]["means"]
+    keys = [(setting, key) for setting in ("mixed", "clean") for key in ("auroc", "ap", "rank")]
+    rows = [
+        [f"**{name}**" if "default" in name else name, *(f"{means[setting][name][key]:.1f}" for setting, key in keys)]
+        for name in sorted(means["mixed"], key=lambda name: -means["mixed"][name]["auroc"])
+    ]
+    names = {"auroc": "AUROC", "ap": "average precision", "rank": "rank"}
+    first, *rest = (names[key] for _, key in keys)
+    count = len(read("outliers.json")[group]["tables"])
+    header = (f"mean over {count} tables", f"mixed: {first}", *rest[:2], f"clean: {rest[2]}", *rest[3:])
+    return markdown(header, rows, "outliers.json")
+
+
+@table
+def outliers() -> str:
+    return outlier_tables("report")
+
+
+@table
+def outliers_chosen() -> str:
+    return outlier_tables("choose")
+
+
+@table
+def outliers_classes() -> str:
+    return outlier_tables("scikit-learn")
+
+
+@table
+def outliers_new() -> str:
+    return outlier_tables("keel")
+
+
+@table
+def outlier_margins() -> str:
+    return margins_of("report")
+
+
+@table
+def outlier_margins_new() -> str:
+    return margins_of("keel")
+
+
+def margins_of(group: str) -> str:
+    """Our default minus each peer on a group of tables."""
+    rows = [[peer, *over.values()] for peer, over in margins(group).items()]
+    return markdown(("our default's AUROC minus that of", "mixed", "clean"), rows, "outliers.json")
+
+
+def margins(*groups: str) -> dict[str, dict[str, str]]:
+    """Our default's AUROC minus each peer's over the tables of these groups, with bootstrap 95 % intervals."""
+    tables = [table for group in groups for table in read("outliers.json")[group]["tables"].values()]
+    draw = random.Random(0)
+    samples = [draw.choices(range(len(tables)), k=len(tables)) for _ in range(2000)]
+    ours, *peers = tables[0]["mixed"]
+    found: dict[str, dict[str, str]] = {peer: {} for peer in peers}
+    for peer in peers:
+        for setting in ("mixed", "clean"):
+            over = [table[setting][ours]["auroc"] - table[setting][peer]["auroc"] for table in tables]
+            cuts = quantiles([mean(over[i] for i in sample) for sample in samples], n=40)
+            found[peer][setting] = f"{mean(over):+.1f} [{cuts[0]:+.1f}, {cuts[-1]:+.1f}]"
+    return found
+
+
+@table
+def outliers_unseen() -> str:
+    """All tables that nothing was chosen on."""
+    groups = ("report", "keel")
+    found, over = read("outliers.json"), margins("report", "keel")
+    shares = {group: len(found[group]["tables"]) for group in groups}
+    count = sum(shares.values())
+    values = {
+        name: [
+            sum(n * found[group]["means"][setting][name][key] for group, n in shares.items()) / count
+            for setting, key in (("mixed", "auroc"), ("mixed", "rank"), ("clean", "auroc"))
+        ]
+        for name in found["report"]["means"]["mixed"]
+    }
+    rows = []
+    for name, (auroc, rank, clean) in sorted(values.items(), key=lambda item: -item[1][0]):
+        less = over.get(name, {"mixed": "", "clean": ""})
+        title = name if name in over else f"**{name}**"
+        rows.append([title, f"{auroc:.1f}", f"{rank:.1f}", less["mixed"], f"{clean:.1f}", less["clean"]])
+    minus = "our default minus it"
+    header = (f"mean over {count} tables", "mixed: AUROC", "rank", minus, "clean: AUROC", minus)
+    return markdown(header, rows, "outliers.json")
+
+
+@table
+def outliers_ends() -> str:
+    """The default with other largest neighbourhoods."""
+    noted = read("outliers-notes.json")["upper_ends"]["rows"]
+    keys = ("mixed_auroc", "mixed_rank", "clean_auroc")
+    rows = [
+        [f"{r['up_to']:.0%}", *(f"{r[key]:.2f}" for key in keys)]
+        for r in sorted(noted, key=lambda r: r["up_to"])
+        if r["tables"] == "choose and keel"
+    ]
+    header = ("largest neighbourhood, of all points", "mixed: AUROC", "rank among twelve", "clean: AUROC")
+    return markdown(header, rows, "outliers-notes.json")
+
+
+@table
+def outliers_tried() -> str:
+    """Of each family of scores that was tried, the one with the best mean AUROC on mixed data."""
+    best: dict[tuple[int, str, str], Any] = {}
+    for row in read("outliers-notes.json")["rows"]:
+        family = (row["rows"], row["what"].split(",")[0], row["what"].partition(";")[2])
+        if "peer" not in row and row["mixed_auroc"] > best.get(family, {"mixed_auroc": 0})["mixed_auroc"]:
+            best[family] = row
+    rows = [
+        [f"{r['rows']:,}", r["what"], *(f"{r[key]:.1f}" for key in ("mixed_auroc", "mixed_rank", "clean_auroc"))]
+        for r in sorted(best.values(), key=lambda r: (r["rows"], -r["mixed_auroc"]))
+    ]
+    header = ("rows at most", "best of its family", "mixed: AUROC", "rank among twelve", "clean: AUROC")
+    return markdown(header, rows, "outliers-notes.json")
