@@ -67,7 +67,8 @@ def summary(shown: Columns) -> str:
     parts += [f"{local} local of {size_of(shown['local 1'])}"] if local else []
     turned = sum(name.startswith("turned") for name in shown)
     parts += [f"{turned} turned of {size_of(shown['turned 1'])}"] if turned else []
-    return ", ".join(parts + ["a blend"] * ("blend" in shown))
+    more = {"blend": "a blend", "middle": "one midway between the global ones"}
+    return ", ".join(parts + [what for name, what in more.items() if name in shown])
 
 
 def draw(shown: Columns, *, title: str, out: Path) -> None:

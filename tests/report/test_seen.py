@@ -142,3 +142,9 @@ def test_views_larger_than_a_cell_are_shrunk(tmp_path: Path) -> None:
     with Image.open(tmp_path / "views.png") as image:
         assert image.size == (30 + 3 * 266 - 10 + 20 + 30, 108 + 256 + 30)
         assert all(image.convert("RGB").getpixel((x, 200)) == (100, 100, 100) for x in (31, 400, 800))
+
+
+def test_the_view_midway_between_the_global_ones_is_shown_and_named(digits: Dataset):
+    shown = first_step(dataclasses.replace(demo(), alpha_path=1.0, device="cpu"), digits, images=2)
+    assert list(shown) == ["image", "global 1", "global 2", "middle"]
+    assert summary(shown) == "2 images with 2 global views of 16×16, one midway between the global ones"
