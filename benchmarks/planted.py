@@ -6,12 +6,14 @@ RUN is a run directory or an exported encoder of a labelled, named data set. Eac
 twenty, in three draws; features are the encoder's h, standardised. Every score sees the mixture, with the faults in.
 
     wrong label      the images of one given class, some of which belong to another; each class in turn
+    wrong class      the images of all classes but one, and some of that one; each class in turn
     corrupted        noise, blur, a black half, inverted colours, shuffled tiles or a coarse JPEG; each in turn
     near-duplicate   images that are there twice, the second time shifted by a pixel, brighter, with a little noise
 
-The detectors are those of benchmarks/outliers.py and know no labels. "confidence" does: it is what a linear classifier,
-fitted to the other four fifths, thinks of the given label or, where no label is wrong, of its own first choice.
-Near-duplicates lie densely, so there the scores change their sign; the distance to the nearest neighbour is added.
+The detectors are those of benchmarks/outliers.py and know no labels. "confidence" does: it is what a linear
+classifier, fitted to the other four fifths, thinks of the given label or, where no label is wrong, of its own first
+choice. There an image of a wrong class has one of the other labels, at random. Near-duplicates lie densely, so there
+the scores change their sign; the distance to the nearest neighbour is added.
 """
 
 import argparse
@@ -118,6 +120,16 @@ def wrong_labels(h: Array, y: Places, draw: np.random.Generator) -> Iterator[Pla
         yield f"class {label}", h[rows], (y != given)[rows].astype(np.int64), doubt[rows]
 
 
+def wrong_classes(h: Array, y: Places, draw: np.random.Generator) -> Iterator[Planted]:
+    for label in np.unique(y):
+        inside = np.flatnonzero(y != label)
+        outside = draw.permutation(np.flatnonzero(y == label))[: max(1, round(SHARE * len(inside)))]
+        rows = np.concatenate((inside, outside))
+        given = np.concatenate((y[inside], draw.choice(y[inside], len(outside))))
+        planted = np.repeat((0, 1), (len(inside), len(outside)))
+        yield f"class {label}", h[rows], planted, 1 - probabilities(h[rows], given).max(1)
+
+
 def corrupted(
     h: Array, y: Places, pixels: Tensor, features: Callable[[Tensor], Array], draw: np.random.Generator
 ) -> Iterator[Planted]:
@@ -176,17 +188,19 @@ def measured(run: Run) -> dict[str, Any]:
 
     h = features(pixels)
     nearest = {"kNN distance, k = 1": neighbor_distance(1)} | DETECTORS
-    problems: dict[str, dict[str, Any]] = {"wrong label": {}, "corrupted": {}, "near-duplicate": {}}
+    problems: dict[str, dict[str, Any]] = {}
     for seed in range(DRAWS):
         draw = np.random.default_rng(seed)
         kinds: dict[str, tuple[Iterator[Planted], dict[str, Detector], int]] = {
             "wrong label": (wrong_labels(h, y, draw), DETECTORS, 1),
+            "wrong class": (wrong_classes(h, y, draw), DETECTORS, 1),
             "corrupted": (corrupted(h, y, pixels, features, draw), DETECTORS, 1),
             "near-duplicate": (near_duplicates(h, pixels, features, draw), nearest, -1),
         }
         for problem, (planted, detectors, sign) in kinds.items():
             found = found_in(planted, detectors, seed=seed, sign=sign)
-            problems[problem] |= {f"{kind}, draw {seed}": scores for kind, scores in found.items()}
+            named = {f"{kind}, draw {seed}": scores for kind, scores in found.items()}
+            problems.setdefault(problem, {}).update(named)
             print(f"{run.path} {problem}, draw {seed}", flush=True)
     return problems
 
