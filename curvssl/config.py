@@ -390,9 +390,6 @@ def fast_cifar10() -> PretrainConfig:
     )
 
 
-# What differs on other data.
-
-
 def strong_mnist() -> PretrainConfig:
     """The recipe of `fast_cifar10` for MNIST. Not run yet."""
     return dataclasses.replace(
@@ -410,9 +407,7 @@ def strong_mnist() -> PretrainConfig:
 def strong_fashion_mnist() -> PretrainConfig:
     """The recipe of `strong_mnist` for Fashion-MNIST. Not run yet."""
     digits = strong_mnist()
-    augment = dataclasses.replace(
-        digits.augment, flip=0.5, rotation=0
-    )  # clothes have a mirror image, and hang straight
+    augment = dataclasses.replace(digits.augment, flip=0.5, rotation=0)  # clothes can be mirrored, and hang straight
     return dataclasses.replace(digits, dataset="fashion-mnist", epochs=100, warmup_epochs=8, augment=augment)
 
 

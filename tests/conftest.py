@@ -5,8 +5,9 @@ The latter are skipped, and one line at the end says how many, what is missing, 
 
 import os
 import shutil
+import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -60,6 +61,24 @@ def browser() -> Iterator[Any]:
         chromium = player.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu", *quiet])
         yield chromium
         chromium.close()
+
+
+@pytest.fixture
+def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Send this process a real SIGINT just before step s of every run from now on; −1: no longer."""
+    from curvssl.train import loop
+
+    learning_rate = loop.learning_rate
+
+    def arrange(at: int) -> None:
+        def rate(s: int, *args: Any, **settings: Any) -> float:
+            if s == at:
+                signal.raise_signal(signal.SIGINT)
+            return learning_rate(s, *args, **settings)
+
+        monkeypatch.setattr(loop, "learning_rate", rate)
+
+    return arrange
 
 
 @pytest.hookimpl(optionalhook=True)

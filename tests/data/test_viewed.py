@@ -1,7 +1,7 @@
 """Large views on a CPU: made one at a time, and by worker processes, they are the views that a step makes itself."""
 
 import dataclasses
-import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -144,27 +144,21 @@ def trained(data: str, out: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.usefixtures("all_large")
 def test_training_ends_with_the_same_weights_whoever_makes_the_views(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: Callable[[int], None]
 ) -> None:
     """In memory or streamed, by workers or by the main process, and after a stop in the middle of an epoch."""
     numbers = np.random.default_rng(0)
     np.save(tmp_path / "x.npy", numbers.integers(0, 256, (72, 10, 10, 3), dtype=np.uint8))
-    data, rate = f"array:{tmp_path / 'x.npy'}", loop.learning_rate
+    data = f"array:{tmp_path / 'x.npy'}"
     found = [trained(data, tmp_path / "resident")]
     monkeypatch.setattr(loop, "POSSIBLE", False)
     found.append(trained(data, tmp_path / "by itself"))
     monkeypatch.setattr(loop, "POSSIBLE", True)
     monkeypatch.setattr(memory, "fits", lambda *_, **__: False)
-
-    def stopping(s: int, *args: object, **settings: object) -> float:
-        if s == 5:
-            signal.raise_signal(signal.SIGINT)
-        return rate(s, *args, **settings)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(loop, "learning_rate", stopping)
+    stop_at(5)
     with pytest.raises(loop.Stopped):
         trained(data, tmp_path / "streamed")
-    monkeypatch.setattr(loop, "learning_rate", rate)
+    stop_at(-1)
     found.append(trained(data, tmp_path / "streamed"))
     kept = [
         Run.read(tmp_path / name).read_json("provenance.json")["images_in_memory"] for name in ("resident", "streamed")

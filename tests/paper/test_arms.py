@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from curvssl.losses import Curvature
 from curvssl.paper import reproduce, studies
 from curvssl.paper.arms import Arm, Bank, NTXent, Profile
 from curvssl.paper.studies import Cell
-from curvssl.train import loop
 from curvssl.train.loop import Stopped, pretrain
 
 OWN = dataclasses.replace(TINY, method="own", batch_size=320, holdout=0.0, monitor_every=0)  # four steps an epoch
@@ -95,7 +94,7 @@ def test_a_bank_seeks_neighbours_among_the_last_embeddings_too_and_gives_them_no
 
 
 def test_a_late_term_has_no_weight_in_the_first_half_and_a_stopped_run_goes_on_with_its_schedule(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stop_at: Callable[[int], None]
 ):
     arm = Arm("barlow-twins", alpha=3.0, k=5, term="bank", kernel="rbf", late=True)
     whole = pretrain(OWN, out=tmp_path / "whole", progress=False, criterion=arm.make(OWN), encoder=flat())
@@ -106,17 +105,10 @@ def test_a_late_term_has_no_weight_in_the_first_half_and_a_stopped_run_goes_on_w
     weight = 3.0 * sum(shares[4:]) / 4  # L_curv is about b + 1 in all steps
     assert second["loss"] - emb[1] == pytest.approx(weight * 320, rel=0.02)
 
-    rate = loop.learning_rate
-
-    def stop(s: int, *args: Any, **settings: Any) -> float:
-        if s == 5:
-            loop.signal.raise_signal(loop.signal.SIGINT)
-        return rate(s, *args, **settings)
-
-    monkeypatch.setattr(loop, "learning_rate", stop)
+    stop_at(5)
     with pytest.raises(Stopped):
         pretrain(OWN, out=tmp_path / "stopped", progress=False, criterion=arm.make(OWN), encoder=flat())
-    monkeypatch.setattr(loop, "learning_rate", rate)
+    stop_at(-1)
     other = dataclasses.replace(arm, alpha=2.0)
     with pytest.raises(UserError, match=r"another criterion \(final \(3.0,\) → \(2.0,\)\)"):
         pretrain(OWN, out=tmp_path / "stopped", progress=False, criterion=other.make(OWN), encoder=flat())

@@ -162,21 +162,6 @@ def test_a_finished_run_is_left_as_it_is(whole: Path, monkeypatch: pytest.Monkey
 # ---- stopping and going on ----
 
 
-@pytest.fixture
-def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Send this process a real SIGINT just before step s."""
-
-    def arrange(at: int) -> None:
-        def rate(s: int, *args: Any, **settings: Any) -> float:
-            if s == at:
-                signal.raise_signal(signal.SIGINT)
-            return learning_rate(s, *args, **settings)
-
-        monkeypatch.setattr(train, "learning_rate", rate)
-
-    return arrange
-
-
 @pytest.mark.parametrize("stops", [[0], [4, 9], [10], [18, 19]], ids=str)
 def test_a_run_stopped_at_any_step_goes_on_to_the_same_weights(
     stops: list[int], whole: Path, tmp_path: Path, stop_at: Callable[[int], None]

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import curvssl
 from curvssl.config import UserError
 from curvssl.data.named import load
 from curvssl.methods import METHODS
-from curvssl.train import loop
 from curvssl.train.loop import Stopped, pretrain
 
 FAST = dataclasses.replace(TINY, batch_size=320, monitor_every=0, holdout=0.0)  # four steps per epoch
@@ -111,26 +110,19 @@ def test_a_dataset_gives_the_same_weights_whatever_its_items_are(tmp_path: Path,
 
 
 def test_a_stopped_run_goes_on_with_the_criterions_buffers_and_the_own_encoder(
-    tmp_path: Path, pixels: Tensor, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, pixels: Tensor, stop_at: Callable[[int], None]
 ):
     parts: dict[str, Any] = {"images": pixels, "progress": False}
     made = lambda: {"criterion": seeded(Bank), "encoder": seeded(Flat)}  # noqa: E731
     pretrain(FAST, out=tmp_path / "whole", **parts, **made())
-    rate = loop.learning_rate
-
-    def stop(s: int, *args: Any, **settings: Any) -> float:
-        if s == 5:
-            loop.signal.raise_signal(loop.signal.SIGINT)
-        return rate(s, *args, **settings)
-
-    monkeypatch.setattr(loop, "learning_rate", stop)
+    stop_at(5)
     given = made()
     before = copy.deepcopy({name: part.state_dict() for name, part in given.items()})
     with pytest.raises(Stopped):
         pretrain(FAST, out=tmp_path / "stopped", **parts, **given)
     for name, part in given.items():  # the given modules are not changed
         torch.testing.assert_close(part.state_dict(), before[name], rtol=0, atol=0)
-    monkeypatch.setattr(loop, "learning_rate", rate)
+    stop_at(-1)
     state = curvssl.Run.read(tmp_path / "stopped").load_checkpoint()
     assert state is not None
     assert int(state["criterion"]["steps"]) == 6
@@ -158,13 +150,10 @@ def test_a_stopped_run_goes_on_with_the_criterions_buffers_and_the_own_encoder(
     ],
 )
 def test_a_run_refuses_to_go_on_with_something_else(
-    change: dict[str, Any], said: str, tmp_path: Path, pixels: Tensor, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], said: str, tmp_path: Path, pixels: Tensor, stop_at: Callable[[int], None]
 ):
     given: dict[str, Any] = {"criterion": Bank(), "encoder": Flat(), "images": pixels}
-    rate = loop.learning_rate
-    monkeypatch.setattr(
-        loop, "learning_rate", lambda s, *a, **k: (loop.signal.raise_signal(loop.signal.SIGINT), rate(s, *a, **k))[1]
-    )
+    stop_at(0)
     with pytest.raises(Stopped):
         pretrain(FAST, out=tmp_path, progress=False, **given)
     if change.get("images") == "fewer":
