@@ -252,7 +252,7 @@ def outliers_ends() -> str:
         if r["tables"] == "choose and keel"
     ]
     header = ("largest neighbourhood, of all points", "mixed: AUROC", "rank among twelve", "clean: AUROC")
-    return markdown(header, rows, "outliers-notes.json")
+    return markdown(header, rows, "outliers-notes.json", key="upper_ends")
 
 
 @table
