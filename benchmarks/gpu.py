@@ -33,39 +33,37 @@ VIEWS: dict[str, dict[str, Any]] = {  # the same objective over more views
 }
 TWINS = {"method": "barlow-twins"}
 FAST = {**TWINS, "projector_width": 2048, "projector_depth": 3, "d_z": 1024}  # as in the preset fast-cifar10
-# The arms of docs/curvature.md whose step is another one, each `over` its baseline; their names are those of RATIOS in
+# The arms of docs/curvature.md whose step is another one, behind their baseline; their names are those of RATIOS in
 # studies.py.
-ARMS: dict[str, dict[str, dict[str, Any]]] = {
-    "imagenet": {
-        "barlow-twins": TWINS,
-        "path": {**TWINS, "over": "barlow-twins", "alpha_path": 1.0},
-        "profile": {**TWINS, "over": "barlow-twins", "arm": {"alpha": 1.0, "term": "profile"}},
-        "bank": {**TWINS, "over": "barlow-twins", "arm": {"alpha": 1.0, "term": "bank"}},
-        "kernel bank": {**TWINS, "over": "barlow-twins", "arm": {"alpha": 1.0, "term": "bank", "kernel": "rbf"}},
-        "k 20": {**TWINS, "over": "barlow-twins", "arm": {"alpha": 1.0, "k": 20}},
-        "kernel, k 50": {**TWINS, "over": "barlow-twins", "arm": {"alpha": 1.0, "kernel": "rbf", "k": 50}},
-        **{
-            name: {**TWINS, "over": over, "arm": {"loss": loss, **term}}
-            for loss in ("vicreg", "nt-xent")
-            for name, over, term in (
-                (loss, "", {}),
-                (f"{loss}, curvature", loss, {"alpha": 1.0}),
-                (f"{loss}, kernel", loss, {"alpha": 1.0, "kernel": "rbf"}),
-            )
+ARMS: list[tuple[str, dict[str, dict[str, Any]]]] = [
+    (
+        "imagenet",
+        {
+            "barlow-twins": TWINS,
+            "path": {**TWINS, "alpha_path": 1.0},
+            "profile": {**TWINS, "arm": {"alpha": 1.0, "term": "profile"}},
+            "bank": {**TWINS, "arm": {"alpha": 1.0, "term": "bank"}},
+            "kernel bank": {**TWINS, "arm": {"alpha": 1.0, "term": "bank", "kernel": "rbf"}},
+            "k 20": {**TWINS, "arm": {"alpha": 1.0, "k": 20}},
+            "kernel, k 50": {**TWINS, "arm": {"alpha": 1.0, "kernel": "rbf", "k": 50}},
         },
-    },
-    "small": {
-        "fast": FAST,
-        "fast, kernel": {**FAST, "over": "fast", "method": "kernel-curvssl"},
-        "fast, local views": {**FAST, "local_views": 4},
-        "fast, local views, kernel": {
-            **FAST,
-            "over": "fast, local views",
-            "method": "kernel-curvssl",
-            "local_views": 4,
-        },
-    },
-}
+    ),
+    *(
+        (
+            "imagenet",
+            {
+                loss: {**TWINS, "arm": {"loss": loss}},
+                f"{loss}, curvature": {**TWINS, "arm": {"loss": loss, "alpha": 1.0}},
+                f"{loss}, kernel": {**TWINS, "arm": {"loss": loss, "alpha": 1.0, "kernel": "rbf"}},
+            },
+        )
+        for loss in ("vicreg", "nt-xent")
+    ),
+    *(
+        ("small", {name: {**FAST, **views}, f"{name}, kernel": {**FAST, **views, "method": "kernel-curvssl"}})
+        for name, views in (("fast", {}), ("fast, local views", {"local_views": 4}))
+    ),
+]
 
 
 def images(n: int = IMAGES, *, device: str = "cpu") -> Tensor:
@@ -97,10 +95,10 @@ def network(stem: str, *, width: int = 512, depth: int = 2, d_z: int = 128) -> A
 
 
 def make_step(
-    stem: str, batch: int, method: str, mode: str, *, arm: dict[str, Any] | None = None, over: str = "", **settings: Any
+    stem: str, batch: int, method: str, mode: str, *, arm: dict[str, Any] | None = None, **settings: Any
 ) -> tuple[Any, Callable[[], None]]:
     """Our own step on random images, and a function that takes one step. `settings` are those of the configuration,
-    `arm` those of a loss of paper/arms.py; `over` is not read here."""
+    `arm` those of a loss of paper/arms.py."""
     from types import SimpleNamespace
 
     from curvssl.config import PretrainConfig
@@ -154,7 +152,9 @@ def search(stem: str, batch: int, shapes: Iterable[tuple[int, int]] = ((2, 32),)
     torch.cuda.empty_cache()
 
 
-def step_worker(stem: str, batch: int, kinds: dict[str, dict[str, Any]], ready: Any, turn: Any, answers: Any) -> None:
+def step_worker(
+    case: int, stem: str, batch: int, kinds: dict[str, dict[str, Any]], ready: Any, turn: Any, answers: Any
+) -> None:
     """All kinds of step of one network and batch in one process, so that cuDNN has chosen the same algorithms for them.
     Each is captured twice, because the position of its memory matters, too. They take turns, each first as often as
     last, when every process has compiled and no other is timing."""
@@ -186,7 +186,14 @@ def step_worker(stem: str, batch: int, kinds: dict[str, dict[str, Any]], ready: 
                 turns[k].append(median_ms(calls[k], times=times, repeats=1))
         for k, (name, kind) in enumerate(kinds.items()):
             rounds = [(one + other) / 2 for one, other in zip(turns[k], turns[k + len(kinds)], strict=True)]
-            row = {"stem": stem, "batch": batch, "name": name, "ms": statistics.median(rounds), "rounds": rounds}
+            row = {
+                "case": case,
+                "stem": stem,
+                "batch": batch,
+                "name": name,
+                "ms": statistics.median(rounds),
+                "rounds": rounds,
+            }
             answers.put(row | kind | {"peak_GB": room[name]})
 
 
@@ -197,23 +204,26 @@ def shapes_of(kind: dict[str, Any]) -> list[tuple[int, int]]:
     return [(2 + more, 32), *([(local, kind.get("local_size", 16))] if local else [])]
 
 
-def steps(cases: list[tuple[str, int]], kinds: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def steps(*cases: tuple[str, int, dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The times of all kinds of step of each (stem, batch, kinds), in a process for each case."""
     context = mp.get_context("spawn")
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "4"  # four compile at once
     answers, turn = context.Queue(), context.Lock()
     ready = context.Barrier(len(cases))
-    workers = [context.Process(target=step_worker, args=(*case, kinds, ready, turn, answers)) for case in cases]
+    workers = [
+        context.Process(target=step_worker, args=(i, *case, ready, turn, answers)) for i, case in enumerate(cases)
+    ]
     for worker in workers:
         worker.start()
     found: list[dict[str, Any]] = []
-    while len(found) < len(cases) * len(kinds):
+    while len(found) < sum(len(kinds) for _, _, kinds in cases):
         found.append(answers.get(timeout=600))
         if "error" in found[-1]:
             raise RuntimeError(found[-1]["error"])
     for worker in workers:
         worker.join()
     del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
-    return sorted(found, key=lambda r: (cases.index((r["stem"], r["batch"])), [*kinds].index(r["name"])))
+    return sorted(found, key=lambda r: (r["case"], [*cases[r["case"]][2]].index(r["name"])))
 
 
 def strong() -> list[dict[str, Any]]:
@@ -227,7 +237,7 @@ def strong() -> list[dict[str, Any]]:
     changed = {name: getattr(preset, name) for name in names if getattr(preset, name) != getattr(usual, name)}
     stem = changed.pop("stem")
     adam = {name: getattr(usual, name) for name in ("optimizer", "lr", "weight_decay")}
-    return steps([(stem, preset.batch_size)], {"LARS": changed, "Adam": changed | adam})
+    return steps((stem, preset.batch_size, {"LARS": changed, "Adam": changed | adam}))
 
 
 FIRST_STEPS = """
@@ -547,10 +557,10 @@ PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "peers": lambda found: [
         peer(stem, 256, lightly=lightly, workers=found["workers"]) for stem in FLOPS for lightly in (True, False)
     ],
-    "steps": lambda found: steps([(stem, batch) for batch in (256, 1024) for stem in FLOPS], METHODS),
-    "views": lambda found: steps([(stem, 256) for stem in FLOPS], VIEWS),
+    "steps": lambda found: steps(*((stem, batch, METHODS) for batch in (256, 1024) for stem in FLOPS)),
+    "views": lambda found: steps(*((stem, 256, VIEWS) for stem in FLOPS)),
     "strong": lambda found: strong(),
-    "arms": lambda found: [row for stem, kinds in ARMS.items() for row in steps([(stem, 256)], kinds)],
+    "arms": lambda found: steps(*((stem, 256, kinds) for stem, kinds in ARMS)),
     "view_peers": lambda found: [
         peer(stem, 256, lightly=True, workers=found["workers"], local=local) for stem in FLOPS for local in (0, 4)
     ],

@@ -60,11 +60,11 @@ def arm_steps() -> str:
     """What the steps of the arms take, over those of their baselines."""
     if not (HERE / "gpu-arms.json").exists():
         return "Not measured yet: `python benchmarks/gpu.py --parts arms --out results/gpu-arms.json`.\n"
-    steps = {r["name"]: r for r in read("gpu-arms.json")["arms"]}
-    rows = [
-        [STEMS[r["stem"]], name, f"{r['ms']:.3f} ms", cost(r, steps[r["over"]]) if r.get("over") else ""]
-        for name, r in steps.items()
-    ]
+    baselines: dict[int, Any] = {}  # of a case the first
+    rows = []
+    for r in read("gpu-arms.json")["arms"]:
+        baseline = baselines.setdefault(r["case"], r)
+        rows.append([STEMS[r["stem"]], r["name"], f"{r['ms']:.3f} ms", cost(r, baseline) if r is not baseline else ""])
     return markdown(("stem", "arm, b = 256", "a step", "over its baseline"), rows, "gpu-arms.json")
 
 
