@@ -168,6 +168,19 @@ def make_head(d_h: int, *, width: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(d_h, TURNS))
 
 
+class _Weighed(torch.autograd.Function):
+    """x, whose gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: float) -> Tensor:
+        ctx.weight = weight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.weight * gradient, None
+
+
 class Seen:
     """What the batch holds that a network sees; its BatchNorms read it."""
 
@@ -176,11 +189,17 @@ class Seen:
 
 
 class Net(nn.Module):
-    """z = g(f(x)), the network that is pretrained; perhaps with a head that tells quarter turns from f(x)."""
+    """z = g(f(x)), the network that is pretrained; perhaps with a head that tells quarter turns from f(x).
 
-    def __init__(self, encoder: nn.Module, projector: nn.Module, head: nn.Module | None = None) -> None:
+    `alpha_turn` is the weight of the head's loss. The features get it, and the head itself does not: its gains and
+    biases, whose steps LARS does not fit, would be thrown far off by a large weight.
+    """
+
+    def __init__(
+        self, encoder: nn.Module, projector: nn.Module, head: nn.Module | None = None, *, alpha_turn: float = 1.0
+    ) -> None:
         super().__init__()
-        self.encoder, self.projector, self.head = encoder, projector, head
+        self.encoder, self.projector, self.head, self.alpha_turn = encoder, projector, head, alpha_turn
         self.passes: tuple[int, ...]
         self.seen, self.passes, self.turns = Seen(), (GLOBAL,), 0
 
@@ -208,7 +227,7 @@ class Net(nn.Module):
         if turned is None:
             return z
         assert self.head is not None
-        return z, self.head(turned)
+        return z, _Weighed.apply(self.head(_Weighed.apply(turned, self.alpha_turn)), 1 / self.alpha_turn)
 
 
 class PerView:
@@ -261,12 +280,12 @@ def make_net(
     norm: bool,
     seed: int,
     local_size: int | None = None,
-    turns: bool = False,
+    alpha_turn: float = 0.0,
 ) -> Net:
     """Encoder and projector with weights drawn from the seed; the caller's random state does not change.
 
-    An encoder that is given as a module keeps its weights. `local_size` is that of small views, if there are any, and
-    `turns` whether a head tells which way they were turned.
+    An encoder that is given as a module keeps its weights. `local_size` is that of small views, if there are any; with
+    a weight `alpha_turn` a head tells which way some of them were turned.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -277,8 +296,8 @@ def make_net(
         if local_size is not None:
             feature_dim(f, channels=channels, size=local_size, flag="--local-size")
         g = make_projector(d_h, width=width, depth=depth, d_z=d_z, norm=norm)
-        head = make_head(d_h, width=width) if turns else None
-    return Net(f, g, head)
+        head = make_head(d_h, width=width) if alpha_turn else None
+    return Net(f, g, head, alpha_turn=alpha_turn or 1.0)
 
 
 @torch.no_grad()

@@ -306,7 +306,7 @@ class Run:
             norm=c.projector_norm,
             seed=c.seed,
             local_size=c.local_size if c.local_views or c.alpha_turn else None,
-            turns=c.alpha_turn > 0,
+            alpha_turn=c.alpha_turn,
         )
 
     def load_net(self, *, encoder: "nn.Module | None" = None) -> "Net":

@@ -14,9 +14,9 @@ from curvssl.train.step import Step, make_optimizer
 BATCH = 64
 
 
-def small_net(encoder: str = "resnet-mini", *, turns: bool = False) -> Net:
+def small_net(encoder: str = "resnet-mini", *, alpha_turn: float = 0.0) -> Net:
     shape = {"channels": 3, "size": 16, "width": 32, "depth": 2, "d_z": 16, "norm": True, "seed": 0}
-    return make_net(encoder=encoder, stem="small", turns=turns, **shape)
+    return make_net(encoder=encoder, stem="small", alpha_turn=alpha_turn, **shape)
 
 
 def make_step(
@@ -33,7 +33,7 @@ def make_step(
     alpha_path: float = 0.0,
     alpha_turn: float = 0.0,
 ) -> Step:
-    net = (net or small_net(turns=alpha_turn > 0)).to(device)
+    net = (net or small_net(alpha_turn=alpha_turn)).to(device)
     data = load("digits")
     settings = {"lr": 1e-3, "weight_decay": 1e-4, "momentum": 0.9, "device": device, "mode": mode}
     alphas = {"alpha_chord": alpha_chord, "alpha_path": alpha_path, "alpha_turn": alpha_turn}

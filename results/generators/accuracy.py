@@ -491,6 +491,16 @@ def strong_screening() -> str:
 
 
 @table
+def turn_head() -> str:
+    """How the head for turns failed under LARS."""
+    rows = [
+        [str(r["epoch"]), f"{r['turn']:.2f}", f"{r['turn_accuracy']:.0%}"]
+        for r in read("strong-notes.json")["turn_head"]["rows"]
+    ]
+    return markdown(("epoch", "cross-entropy of the head", "right"), rows, "strong-notes.json")
+
+
+@table
 def strong_time() -> str:
     """What the longer runs of the study took."""
     rows = []

