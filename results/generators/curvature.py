@@ -58,8 +58,6 @@ def curvature_fast() -> str:
 @table
 def arm_steps() -> str:
     """What the steps of the arms take, over those of their baselines."""
-    if not (HERE / "gpu-arms.json").exists():
-        return "Not measured yet: `python benchmarks/gpu.py --parts arms --out results/gpu-arms.json`.\n"
     baselines: dict[int, Any] = {}  # of a case the first
     rows = []
     for r in read("gpu-arms.json")["arms"]:
