@@ -250,8 +250,8 @@ def small_batches() -> Study:
     return study
 
 
-# The time of a step over that of its baseline's, for the arms of docs/curvature.md whose step is another one, as measured
-# by python benchmarks/gpu.py --parts views arms.
+# The time of a step over that of its baseline's, for the arms of docs/curvature.md whose step is another one
+# (python benchmarks/gpu.py --parts views arms).
 RATIOS = {
     "chord": 1.195,
     "fast, chord": 1.417,
