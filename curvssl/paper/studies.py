@@ -193,6 +193,8 @@ def strong() -> Study:
         "lars-turn400-local0": {**lars, "alpha_turn": 400.0, "local_views": 0},
         "lars-turn400-local.1-.4": {**lars, "alpha_turn": 400.0, "local_crop_scale": (0.1, 0.4)},
         "lars-turn400x1-local.1-.4": {**lars, "alpha_turn": 400.0, "turned_views": 1, "local_crop_scale": (0.1, 0.4)},
+        "lars-turn100-local.1-.4": {**lars, "alpha_turn": 100.0, "local_crop_scale": (0.1, 0.4)},
+        "lars-turn100x1-local.1-.4": {**lars, "alpha_turn": 100.0, "turned_views": 1, "local_crop_scale": (0.1, 0.4)},
         "lars-local.1-.4": {**lars, "local_crop_scale": (0.1, 0.4)},
         "lars-weak-first": {**lars, **weak_first},
         "turn100": {"alpha_turn": 100.0},

@@ -450,6 +450,8 @@ STRONG = {  # what a cell of the study changes, in words
     "lars-turn400-local0": "LARS and turns, without local views",
     "lars-turn400-local.1-.4": "LARS, turns and local crops 0.1 to 0.4",
     "lars-turn400x1-local.1-.4": "LARS, turns of one view and local crops 0.1 to 0.4",
+    "lars-turn100-local.1-.4": "LARS, turns at weight 100 and local crops 0.1 to 0.4",
+    "lars-turn100x1-local.1-.4": "LARS, turns of one view at weight 100 and local crops 0.1 to 0.4",
     "lars-local.1-.4": "LARS and local crops 0.1 to 0.4",
     **{
         f"lars-{name}-local.1-.4": f"LARS and local crops 0.1 to 0.4, {what}"
