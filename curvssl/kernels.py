@@ -104,7 +104,7 @@ def directions(x: Tensor) -> tuple[Tensor, Tensor]:
 def rescaling_with_gradient(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     """`rescaling`, or 0 if the largest |x| is below 2e-34 in float32: a gradient over lengths so small overflows."""
     scale = rescaling(x, dim)
-    return torch.where(scale < 2**-14 / torch.finfo(x.dtype).tiny, scale, 0)
+    return torch.where(scale <= 2**-14 / torch.finfo(x.dtype).tiny, scale, 0)
 
 
 def inverse_root(square: Tensor) -> Tensor:

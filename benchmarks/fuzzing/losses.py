@@ -413,10 +413,11 @@ def check_lidar(draw: Draw, n: int, d: int) -> str:
     off, within = means - means.mean(0), (exact - means[:, None]).reshape(-1, d)
     noise = within.T @ within / len(within) + 1e-4 / scale / scale * np.eye(d)
     level = max(1.0, np.abs(noise).max())  # at small scales δ is everything
-    found = np.linalg.eigvals(np.linalg.solve(noise / level, off.T @ off / n)).real.clip(0)
     quiet = np.linalg.svd(within)[2][n * (views - 1) :]  # directions in which views of an image do not differ
     if len(quiet) and scale > 1e3:  # δ is nothing beside the others, so that these are all that counts
         found = np.linalg.svd(off @ quiet.T, compute_uv=False) ** 2
+    else:
+        found = np.linalg.eigvals(np.linalg.solve(noise / level, off.T @ off / n)).real.clip(0)
     p = np.where(found > 1e-13 * found.max(), found, 0) / found.sum() + 1e-7
     most = min(d, n)
     p = np.sort(p)[::-1][:most]

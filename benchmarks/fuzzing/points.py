@@ -370,6 +370,8 @@ def check_detector(draw: Draw) -> str:
         return check_equation(detector, exact, every, other, last)
     if kind != "plain":
         return "right"
+    if too_far(exact):
+        return "finite"
     k = min(settings["n_neighbors"], n - 1)
     gap = (last[:, k] - last[:, k - 1]) / last[:, k] if k < n - 1 else np.ones(n)
     sure = (gap > 1e-6) & (last[:, 0] > 1e-7 * np.sqrt(np.square(exact - np.median(exact, axis=0)).sum(1).max())
@@ -379,14 +381,16 @@ def check_detector(draw: Draw) -> str:
     return "right"
 
 
+def too_far(x: Array) -> bool:
+    """Whether a point is beyond 1e140 typical deviations, where the detector takes it for nearer."""
+    off = np.abs(x - np.median(x, axis=0))
+    return bool(off.any() and np.sqrt(np.square(off).sum(1)).max() > 1e139 * np.median(off[off > 0]))
+
+
 def check_equation(detector: Any, x: Array, every: Array, ours: np.ndarray, last: Array) -> str:
     """The default score, neighbourhood by neighbourhood; ties and twins left out."""
-    off = np.abs(x - np.median(x, axis=0))
-    typical = np.median(off[off > 0]) if off.any() else 1
     reach = np.sqrt(np.square(x - np.median(x, axis=0)).sum(1))
-    if (
-        last[:, 0] * max(np.abs(x).max(), np.longdouble(10) ** -4000) < 1e-6 * reach
-    ).any() or reach.max() > 1e139 * typical:
+    if (last[:, 0] * max(np.abs(x).max(), np.longdouble(10) ** -4000) < 1e-6 * reach).any() or too_far(x):
         return "finite"  # rounding makes twins of such points, as documented
     total: Array = 0
     for k in detector.n_neighbors_:

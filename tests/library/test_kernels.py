@@ -9,7 +9,16 @@ from sklearn.metrics import pairwise
 from sklearn.svm import SVC
 from torch import Tensor
 
-from curvssl.kernels import KERNELS, MEDIAN_POINTS, inverse_root, kernel_width, resolve, squared_distances, unit
+from curvssl.kernels import (
+    KERNELS,
+    MEDIAN_POINTS,
+    directions,
+    inverse_root,
+    kernel_width,
+    resolve,
+    squared_distances,
+    unit,
+)
 
 GAMMA = 0.3
 SKLEARN: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
@@ -176,3 +185,12 @@ def test_unknown_gamma_is_answered_with_what_there_is() -> None:
 def test_gamma_that_is_not_positive_is_refused(gamma: float) -> None:
     with pytest.raises(ValueError, match=r"needs to be a positive number"):
         width(normal(1, 4, 2), gamma=gamma)
+
+
+def test_a_vector_has_a_direction_from_2e_minus_34_on():
+    vectors = torch.tensor([[1.9e-34], [2e-34], [3.8e-34]], requires_grad=True)
+    u, exists = directions(vectors)
+    assert u.squeeze(1).tolist() == pytest.approx([0, 1, 1])
+    assert exists.squeeze(1).tolist() == [False, True, True]
+    (gradient,) = torch.autograd.grad(u.sum(), vectors)
+    assert gradient.isfinite().all()
