@@ -503,6 +503,18 @@ def turn_head() -> str:
 
 
 @table
+def statistics_of_whole_images() -> str:
+    """BatchNorm's statistics of views, or of whole images."""
+    noted = read("strong-notes.json")["statistics"]
+    rows = [
+        [f"{r['seed']}", *(f"{r[kind][probe]:.1f}" for probe in ("linear", "knn") for kind in ("kept", "whole"))]
+        for r in noted["rows"]
+    ]
+    header = ("seed", "linear", "with statistics of whole images", "kNN", "with statistics of whole images")
+    return markdown(header, rows, "strong-notes.json", f"CPU, commit {noted['commit']}")
+
+
+@table
 def strong_time() -> str:
     """What the longer runs of the study took."""
     rows = []
