@@ -186,6 +186,26 @@ def test_every_arm_of_curvature_differs_from_its_baseline_by_the_term_and_by_the
         assert seeds == sorted(seeds)
 
 
+def test_arms_that_were_a_point_below_their_baseline_with_the_first_seed_get_no_other():
+    results = Path(__file__).parents[2] / "results"
+    cells = {name: cell for stage in curvature.CURVATURE for name, cell in studies.study_of(stage).items()}
+    found = {
+        name: value["probes"]["linear"]["mean"]
+        for stage in curvature.CURVATURE
+        for name, value in reproduce.read_results(stage, results=results).items()
+    }
+    below = {
+        name.removesuffix("-seed0")
+        for name in found
+        if name.endswith("-seed0") and cells[name].baseline and found[name] < found[f"{cells[name].baseline}-seed0"] - 1
+    }
+    assert below == {f"cifar10-{name}" for name in studies.GIVEN_UP}
+    more = {name.removesuffix("-seed1") for name in cells if name.endswith("-seed1")}
+    assert not below & more
+    assert {cells[f"{name}-seed0"].baseline for name in more} - {""} <= more  # each arm has its baseline
+    assert "cifar10-barlow-twins-d16" not in more  # which would be the baseline of nothing
+
+
 def test_an_arm_goes_on_if_it_gains_half_a_point_in_three_seeds_and_is_given_up_if_its_first_is_a_point_below(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
