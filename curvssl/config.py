@@ -391,7 +391,7 @@ def fast_cifar10() -> PretrainConfig:
 
 
 def strong_cifar10() -> PretrainConfig:
-    """The recipe of `fast_cifar10`, as long as 25 minutes of an H200 allow. Not run yet."""
+    """The recipe of `fast_cifar10`, as long as 25 minutes of an H200 allow by calculation. Not run yet."""
     return dataclasses.replace(fast_cifar10(), epochs=800, warmup_epochs=10, monitor_every=50)
 
 

@@ -303,8 +303,8 @@ class Arms:
         self.arms[f"cifar10-{name}"] = Cell(config, arm, f"cifar10-{over}" if over else "")
 
     def cells(self) -> dict[str, Cell]:
-        """Each arm with every seed, and those that were given up with the first one, as are baselines that no other
-        arm has. Seeds come first, so that an interrupted study has complete rows."""
+        """Each arm with every seed. What was given up has the first seed alone, and so has a baseline that no other arm
+        needs. Seeds come first, so that an interrupted study has complete rows."""
         going = {name: cell for name, cell in self.arms.items() if name.removeprefix("cifar10-") not in GIVEN_UP}
         needed = {cell.baseline for cell in going.values()}
         going = {name: cell for name, cell in going.items() if cell.baseline or name in needed}

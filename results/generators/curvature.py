@@ -137,6 +137,19 @@ def predictors() -> str:
     return markdown(header, rows, "*/", "the last epoch of every run of all studies; bootstrap 95 % intervals")
 
 
+@table
+def predictors_of_learners() -> str:
+    """The same for the measures of features, with and without the runs that learnt nothing."""
+    cells = [cell for study in CURVATURE for cell in cells_of(study).values()]
+    learners = [cell for cell in cells if cell["probes"]["linear"]["mean"] > 50]
+    rows = []
+    for key, title in MEASURED.items():
+        pairs = [[(shown_by(cell, key), cell["probes"]["linear"]["mean"]) for cell in of] for of in (cells, learners)]
+        rows.append([title, *map(rank_correlation, pairs)])
+    header = ("rank correlation with linear accuracy", f"all {len(cells)}", f"the {len(learners)} that learnt")
+    return markdown(header, rows, "curvature*/", "bootstrap 95 % intervals")
+
+
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> str:
     """Spearman's, and a bootstrap 95 % interval over the pairs."""
 
