@@ -15,7 +15,7 @@ from torch import Tensor
 from curvssl.geometry import kernel_neighbors, kernel_scores, neighbors_of, scores
 from curvssl.kernels import AnyKernel, kernel_width, resolve, scale_free, squared_distances
 
-LEAST, SIZES = 10, 5  # five neighbourhoods, from 10 neighbours to half of the points, in equal ratios
+LEAST, SHARE, SIZES = 10, 0.5, 5  # five neighbourhoods, from 10 neighbours to half of the points, in equal ratios
 BLOCK = 512  # rows that are compared with all points at once
 FAR = 1e140  # typical deviations: a point farther away counts as that far, so that squares and their sums are finite
 FAR_KERNEL = 1e6  # a kernel does not tell it from infinity, and one such point costs the others no digits
@@ -154,9 +154,7 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
 
     def _neighbors(self, n: int) -> Any:
         if self.n_neighbors == "auto":
-            least = min(LEAST, n - 1)
-            sizes = np.geomspace(least, max(least, n // 2), SIZES).round().astype(int)
-            return tuple(int(k) for k in np.unique(sizes))
+            return neighborhoods(n)
         asked = int(self.n_neighbors)
         if asked >= n:
             warnings.warn(f"n_neighbors={asked} needs more than the {n} samples given: using {n - 1}", stacklevel=3)
@@ -220,6 +218,12 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
             raise ValueError(f"contamination={share!r} is no share of outliers: use 'auto' or a number in (0, 0.5]")
         if self.kernel is not None:
             resolve(self.kernel)
+
+
+def neighborhoods(n: int, *, least: int = LEAST, share: float = SHARE) -> tuple[int, ...]:
+    """The sizes of the neighbourhoods among n points: from `least` to a share of the points, in equal ratios."""
+    first = min(least, n - 1)
+    return tuple(int(k) for k in np.unique(np.geomspace(first, max(first, int(share * n)), SIZES).round()))
 
 
 def moments(
