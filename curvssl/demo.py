@@ -1,4 +1,4 @@
-"""The demo, the paper in two minutes: pretrain, probe and map all four objectives on scikit-learn's digits."""
+"""The demo, the paper in minutes: pretrain, probe and map all four objectives on scikit-learn's digits."""
 
 import dataclasses
 from pathlib import Path

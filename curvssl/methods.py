@@ -45,11 +45,11 @@ KERNEL = {
         float | str,
     ),
 }
-# The paper gives no weights for VICReg: these are the ones of its own paper.
+# The paper gives no weights for VICReg: these are the ones of VICReg's own paper.
 VICREG = {
-    "invariance": Setting(25.0, "VICReg's weight of the distance between views; the paper gives none, VICReg's own"),
-    "variance": Setting(25.0, "VICReg's weight of the variance hinge; likewise"),
-    "covariance": Setting(1.0, "VICReg's weight of the covariances; likewise"),
+    "invariance": Setting(25.0, "weight of the distance between views in VICReg; defaults of VICReg's own paper"),
+    "variance": Setting(25.0, "weight of the variance hinge in VICReg"),
+    "covariance": Setting(1.0, "weight of the covariances in VICReg"),
 }
 
 METHODS = {

@@ -1,4 +1,4 @@
-"""Curvature as a scikit-learn outlier detector: a point is an outlier if all its neighbours lie on one side."""
+"""Curvature as a scikit-learn outlier detector: of one curvature of the paper or, by default, of both at once."""
 
 import warnings
 from collections.abc import Sequence

@@ -94,7 +94,7 @@ def parsed(path: Path) -> Any:
                 raise ValueError("it holds no settings and no results")
             return value
         if path.suffix == ".safetensors" and not whole(path):
-            raise ValueError("it was cut off")
+            raise ValueError("it was cut off, or its header has changed")
         return None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}): restore it, or remove it") from None

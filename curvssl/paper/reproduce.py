@@ -215,10 +215,12 @@ def read_results(name: str, *, results: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def status(name: str, *, results: Path) -> str:
-    done, study = read_results(name, results=results), study_of(name)
+def status(name: str, *, results: Path, only: str = "") -> str:
+    """How many cells are done, and which are missing, of those whose name contains `only`."""
+    study = [cell for cell in study_of(name) if only in cell]
+    done = {cell: result for cell, result in read_results(name, results=results).items() if only in cell}
     missing = [cell for cell in study if cell not in done] + [
-        f"map of {cell}" for cell in to_map(name, results=results)
+        f"map of {cell}" for cell in to_map(name, results=results) if only in cell
     ]
     spent = sum(result["seconds_with_probes"] for result in done.values()) / 60
     return f"{name}: {len(done)} of {len(study)} cells, {spent:.1f} minutes" + (

@@ -84,6 +84,8 @@ def test_of_two_processes_each_takes_what_the_other_has_not_and_cells_say_where_
     assert reproduce.run_study("tiny", only="curvssl", **where) == []  # no cell is run twice
     assert "1 of 2 cells" in reproduce.status("tiny", results=where["results"])
     assert "missing: digits-barlow-twins-seed0" in reproduce.status("tiny", results=where["results"])
+    assert "1 of 1 cells" in (curv := reproduce.status("tiny", results=where["results"], only="curv"))
+    assert "missing" not in curv
     assert reproduce.run_study("tiny", only="barlow", **where) == ["digits-barlow-twins-seed0"]
     assert reproduce.run_study("tiny", **where) == []
 

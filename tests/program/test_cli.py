@@ -274,6 +274,34 @@ def test_a_preset_that_is_shortened_below_twice_its_warm_up_warms_up_for_the_sam
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        ("pretrain --epochs 10 --help", ["the warm-up of default, 10 epochs, is long for this run: using 1"]),
+        ("views digits --preset strong-mnist --epochs 6 --help", ["the warm-up of strong-mnist, 4 epochs, is long"]),
+        ("demo --epochs 1 --help", []),
+    ],
+)
+def test_the_command_itself_says_that_a_warm_up_is_shortened(
+    words: str, lines: list[str], capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as end:
+        main(words.split())
+    assert not end.value.code
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == len(lines)
+    assert all(line in one for line, one in zip(lines, said, strict=True))
+
+
+@pytest.mark.parametrize("name", ["pretrain", "views"])
+def test_help_names_every_preset(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")  # a wider one has two columns
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    told = re.sub(r"[\s│╭╮╰╯─]+", "", capsys.readouterr().out)
+    assert ",".join(PRESETS) in told
+
+
 def test_a_path_that_is_given_as_a_data_set_is_told_how_to_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "photos").mkdir()
