@@ -223,7 +223,7 @@ def status(name: str, *, results: Path, only: str = "") -> str:
         f"map of {cell}" for cell in to_map(name, results=results) if only in cell
     ]
     spent = sum(result["seconds_with_probes"] for result in done.values()) / 60
-    return f"{name}: {len(done)} of {len(study)} cells, {spent:.1f} minutes" + (
+    return f"{name}: {len(done)} of {len(study)} cells, whose runs add up to {spent:.1f} minutes" + (
         f"; missing: {', '.join(missing)}" if missing else ""
     )
 
