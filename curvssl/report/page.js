@@ -100,7 +100,7 @@ function summary() {
     const name = element("th", { scope: "row" }, element("i", { class: "dot" }), group.name, group.runs.length > 1 ? `, ${group.runs.length} seeds` : "");
     const warning = runs.find((run) => run.warning)?.warning;
     const made = [element("tr", { class: "stat" }, name, ...values.map((value) => (typeof value === "string" ? element("td", {}, value) : value))),
-      ...(warning ? [element("tr", {}, element("td", { class: "warning", colspan: values.length + 1 }, `Does not learn: ${warning}.`))] : [])];
+      ...(warning ? [element("tr", {}, element("td", { class: "warning", colspan: values.length + 1 }, element("div", {}, `Does not learn: ${warning}.`)))] : [])];
     made[0].style.setProperty("--tint", GROUP_COLOURS[id % GROUP_COLOURS.length]);
     return made;
   });
