@@ -84,7 +84,8 @@ def load(name: str, *, root: Path | None = None, source: str = "auto", size: int
     """
     if name == OWN:
         raise UserError(
-            "the images of this run were given to curvssl.pretrain in Python: its commands cannot find them"
+            "the images of this run were given to curvssl.pretrain in Python, so its commands cannot find them: "
+            "for a page or a probe save them as a uint8 array (N, C, H, W) and pretrain on array:FILE.npy"
         )
     prefix, _, rest = name.partition(":")
     if prefix in PREFIXES and prefix != name:

@@ -58,16 +58,16 @@ function showSelection(most = SHOWN) {
   const copied = element("button", { type: "button", onclick: () => copy(rows.map(split.path).join("\n"), copied) }, "Copy names");
   const ids = new Map();
   if (split.label) for (const row of rows) ids.set(split.label[row], (ids.get(split.label[row]) ?? 0) + 1);
-  const share = [...ids].sort((a, b) => b[1] - a[1]).map(([id, count]) => `${split.classes[id]} ${count}`);
+  const share = [...ids].sort((a, b) => b[1] - a[1]).map(([id, count]) => `${split.classes[id]}: ${count}`);
   const more = rows.length > most ? [element("button", { type: "button", onclick: () => showSelection(most + 4 * SHOWN) },
     `Show more: ${most.toLocaleString("en")} of ${rows.length.toLocaleString("en")} are here`)] : [];
   return host.replaceChildren(
-    element("h3", {}, counted(rows.length, "image", "selected")),
-    element("p", { class: "note" }, [choices[state.split].what, share.slice(0, 8).join(" · ") + (share.length > 8 ? " · …" : "")].filter(Boolean).join(": ")),
+    element("div", { class: "row" }, element("h3", {}, counted(rows.length, "image", "selected")),
+      element("button", { type: "button", onclick: () => listeners.selected(run, [], "") }, "Clear")),
+    element("p", { class: "note" }, [choices[state.split].what, ...(share.length > 1 ? share.slice(0, 8) : []), ...(share.length > 8 ? ["…"] : [])].join(" · ")),
     element("div", { class: "row" },
       element("button", { type: "button", id: "zoom-selection", onclick: () => maps.forEach((view) => view.run.split === split && view.fit(rows)) }, "Zoom in"), copied,
-      element("button", { type: "button", id: "export", onclick: () => exportCsv(rows) }, "Export CSV"),
-      element("button", { type: "button", onclick: () => listeners.selected(run, [], "") }, "Clear")),
+      element("button", { type: "button", id: "export", onclick: () => exportCsv(rows) }, "Export CSV")),
     gallery(run, rows.slice(0, most), (row) => fileName(split.path(row))), ...more);
 }
 

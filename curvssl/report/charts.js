@@ -32,10 +32,10 @@ function logTicks(low, high) {
 
 /** Axes with their titles, grid and the functions from values to coordinates. @param {[number, number]} xs
  *  @param {[number, number]} ys @param {{width: number, height: number, left: number, bottom: number}} size
- *  @param {{x: string, y: string, whole?: boolean, log?: boolean}} axes */
+ *  @param {{x: string, y: string, whole?: boolean, log?: boolean, bare?: boolean}} axes bare: no numbers upwards */
 function frame(xs, ys, { width, height, left: least, bottom }, axes) {
   const [right, top] = [12, 10];
-  const marks = axes.log ? logTicks(ys[0], ys[1]) : ticks(ys[0], ys[1], 5);
+  const marks = axes.bare ? [] : axes.log ? logTicks(ys[0], ys[1]) : ticks(ys[0], ys[1], 5);
   const left = Math.max(least, 26 + 6.5 * Math.max(...marks.map(([, text]) => text.length))); // the axis title is left of them
   const scale = axes.log ? Math.log : (/** @type {number} */ value) => value;
   const [floor, ceiling] = ys.map(scale);

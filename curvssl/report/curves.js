@@ -47,7 +47,7 @@ function curves() {
     return element("span", {}, dot, group.name + (group.runs.length > 1 ? `, mean of ${group.runs.length} seeds` : ""));
   }), several ? element("span", { class: "note" }, "The band is ± one standard deviation over the seeds.") : "");
   byId("training").hidden = !charts.length;
-  drawCurves();
+  if (charts.length) drawCurves();
 }
 
 /** Mean and standard deviation over the runs at each epoch. @param {Record<string, (number | null)[]>[]} metrics
@@ -85,10 +85,11 @@ function smoothed({ x, mean: values }, epochs) {
   return x.map((at) => mean(values.filter((_, i) => Math.abs(x[i] - at) <= (epochs - 1) / 2)));
 }
 
-/** Whether a linear axis would flatten one of the curves, and a log axis less so. @param {number[][]} lines */
-function flattened(lines) {
+/** Which axis flattens no curve: linear, log or, where a log axis would flatten one as well, one for each curve.
+ *  @param {number[][]} lines @returns {"linear" | "log" | "own"} */
+function fitting(lines) {
   const all = lines.flat();
-  if (all.length < 2 || Math.min(...all) <= 0) return false;
+  if (all.length < 2 || Math.min(...all) <= 0 || Math.max(...all) <= 4 * Math.min(...all)) return "linear";
   /** The share of the axis that the middle of a curve covers. @param {(value: number) => number} scale */
   const covered = (scale) => lines.map((values) => {
     const sorted = values.map(scale).sort((a, b) => a - b);
@@ -96,7 +97,8 @@ function flattened(lines) {
     return (at(0.9) - at(0.1)) / (scale(Math.max(...all)) - scale(Math.min(...all)) || 1);
   });
   const [linear, log] = [covered((value) => value), covered(Math.log)];
-  return linear.some((share, i) => share < FLAT && log[i] > 1.5 * share && Math.max(...all) > 4 * Math.min(...all));
+  if (!linear.some((share, i) => share < FLAT && log[i] > 1.5 * share)) return "linear";
+  return lines.length > 1 && Math.min(...log) < FLAT ? "own" : "log";
 }
 
 /** The series between the chosen epochs; a neighbour outside keeps the curve running to the edge. @param {Series} one
@@ -122,14 +124,18 @@ function lineChart({ key, title, unit, series: whole }, size) {
   if (!series.length) return element("figure", { class: "card chart" }, element("figcaption", {}, title), element("p", { class: "note" }, "Nothing was measured in these epochs."));
   const lines = series.map((one) => smoothed(one, drawn.smooth));
   const all = (/** @type {keyof Series} */ name) => series.flatMap((one) => /** @type {number[]} */ (one[name])).filter(Number.isFinite);
-  const log = Math.min(...all("mean")) > 0 && (drawn.axis === "log" || (drawn.axis === "fitting" && flattened(series.map((one) => one.mean))));
+  const fit = fitting(series.map((one) => one.mean));
+  const own = drawn.axis === "fitting" && fit === "own" && key === "loss"; // only of losses the heights mean nothing
+  const log = !own && Math.min(...all("mean")) > 0 && (drawn.axis === "log" || (drawn.axis === "fitting" && fit !== "linear"));
   const xs = /** @type {[number, number]} */ ([Math.min(...all("x")), Math.max(...all("x"))]);
   if (xs[0] === xs[1]) [xs[0], xs[1]] = [xs[0] - 1, xs[1] + 1];
   const positive = Math.min(...all("mean"));
   const [low, high] = log ? [Math.max(Math.min(...all("low")), positive / 2), Math.max(...all("high"))] : [Math.min(...all("low")), Math.max(...all("high"))];
   const ys = log ? /** @type {[number, number]} */ ([low / 1.1, high * 1.1]) : rangeOf(key, low, high);
-  const { drawing, x, y } = frame(xs, ys, size, { x: "epoch", y: log ? `${unit}, log axis` : unit, whole: true, log });
+  const { drawing, x, y: height } = frame(xs, own ? [0, 1] : ys, size, { x: "epoch", y: log ? `${unit}, log axis` : own ? `${unit}, each on its own axis` : unit, whole: true, log, bare: own });
   series.forEach(({ colour, x: at, mean: middle, low: lower, high: upper }, which) => {
+    const [bottom, top] = own ? rangeOf(key, Math.min(...lower), Math.max(...upper)) : [0, 1];
+    const y = (/** @type {number} */ value) => height((value - bottom) / (top - bottom));
     const path = (/** @type {number[]} */ values) => at.map((value, i) => `${x(value).toFixed(1)},${y(Math.max(values[i], log ? ys[0] : -Infinity)).toFixed(1)}`);
     if (lower.some((value, i) => value !== upper[i])) {
       drawing.append(svg("polygon", { class: "band", fill: colour, points: [...path(lower), ...path(upper).reverse()].join(" ") }));

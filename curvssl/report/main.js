@@ -4,6 +4,7 @@
 const payload = /** @type {Payload} */ (JSON.parse(byId("data").textContent ?? ""));
 const GROUP_COLOURS = ["#2f6fd0", "#e07b00", "#8a3ab9", "#0d9488", "#b3261e", "#7a6a55", "#c2478f", "#5b6472"];
 const VIEW_COLOURS = ["#2f6fd0", "#e07b00"];
+const NARROW = 1100; // pixels, as in page.css: up to this width the images are listed below the maps, not beside them
 const splits = payload.splits.map((raw) => openSplit(raw, () => build()));
 /** @type {Mapped[]} */
 const mapped = payload.runs.flatMap((raw, id) => (raw.points ? [openRun(raw, raw.points, id, splits[raw.split])] : []));
@@ -45,8 +46,13 @@ const listeners = {
     const choice = choices[run.splitId];
     choice.selected = new Set(add ? [...choice.selected, ...rows] : rows);
     choice.what = what;
+    if (rows.length) { // the images take the place of the one that was kept: below it nobody would see them
+      Object.assign(choice, { hover: -1, pinned: -1 });
+      tip(run, -1);
+    }
     use(run.splitId);
     selectionChanged();
+    bringSelection();
     byId("announce").textContent = counted(choice.selected.size, "image", `${what} selected`);
   },
   released() {
@@ -72,16 +78,17 @@ function choose(run, row) {
   bringMaps();
 }
 
-/** Selects images from elsewhere on the page. @param {Mapped} run @param {number[]} rows @param {string} what */
-function pickOut(run, rows, what) {
-  listeners.selected(run, rows, what);
-  bringMaps();
-}
-
 /** Scrolls to the maps, unless one can be seen. */
 function bringMaps() {
   const box = byId("maps").getBoundingClientRect();
   if (box.bottom < 160 || box.top > innerHeight - 160) byId("explorer").scrollIntoView();
+}
+
+/** Scrolls to the selected images: beside the maps or, on a narrow screen, to their beginning below the last map. */
+function bringSelection() {
+  if (!choices[state.split].selected.size || document.activeElement === byId("search-text")) return;
+  if (innerWidth > NARROW) bringMaps();
+  else byId("selection").scrollIntoView();
 }
 
 /** @param {string} tool */

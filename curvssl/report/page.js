@@ -44,6 +44,8 @@ function build() {
   recolour();
   chosen();
   showSelection();
+  const above = maps[0].over.getBoundingClientRect().top + scrollY;
+  document.documentElement.style.setProperty("--above", `${above}px`); // the maps end where the first screen ends
 }
 
 /** Which images are on a map. @param {Split} split */
@@ -78,10 +80,9 @@ function judged() {
   }));
 }
 
-/** One line per group of runs, and what a run that does not learn says. */
+/** One line per group of runs, what a run that does not learn says, and the floors. */
 function summary() {
   byId("title").textContent = payload.title;
-  byId("subtitle").textContent = `Representation report · ${payload.created}`;
   byId("footer").textContent = `curvssl ${payload.version} · ${payload.created} · this page needs no network`;
   const probed = ["linear", "knn"].filter((name) => payload.runs.some((run) => pooled([run], [name])));
   const rows = payload.groups.map((group, id) => {
@@ -92,20 +93,26 @@ function summary() {
       return values.length ? mean(/** @type {number[]} */ (values)) : null;
     };
     const wall = runs.map((run) => Number(run.provenance.seconds ?? run.metrics.seconds?.at(-1) ?? NaN));
-    const width = runs[0].config.d_z ? ` of ${runs[0].config.d_z}` : "";
+    const rank = last("effective_rank");
+    const directions = element("td", {}, short(rank), ...(rank !== null && runs[0].config.d_z ? [element("span", {}, ` of ${runs[0].config.d_z}`)] : []));
     const values = [...probed.map((name) => percent(pooled(runs, [name]))), own.length ? mean(own.map((run) => run.rho)).toFixed(3) : "–",
-      short(last("effective_rank")) + width, short(last("epoch")), wall.every(Number.isFinite) ? duration(mean(wall)) : "–"];
+      directions, short(last("epoch")), wall.every(Number.isFinite) ? duration(mean(wall)) : "–"];
     const name = element("th", { scope: "row" }, element("i", { class: "dot" }), group.name, group.runs.length > 1 ? `, ${group.runs.length} seeds` : "");
     const warning = runs.find((run) => run.warning)?.warning;
-    const made = [element("tr", { class: "stat" }, name, ...values.map((value) => element("td", {}, value))),
-      ...(warning ? [element("tr", {}, element("td", { class: "warning", colspan: values.length + 1 }, `Does not learn: ${warning}.`))] : [])];
+    const made = [element("tr", { class: "stat" }, name, ...values.map((value) => (typeof value === "string" ? element("td", {}, value) : value))),
+      ...(warning ? [element("tr", {}, element("td", { class: "warning", colspan: values.length + 1 }, element("div", {}, `Does not learn: ${warning}.`)))] : [])];
     made[0].style.setProperty("--tint", GROUP_COLOURS[id % GROUP_COLOURS.length]);
     return made;
   });
   const heads = [...probed.map((name) => [term(name, `${TERMS[name][0]}, %`)]), [term("rho")], [term("effective_rank")], ["epochs"], ["wall time"]];
+  const below = floors(payload, probed).map(({ name, run, floor }) => element("tr", { class: "floor" },
+    element("th", { scope: "row" }, term("floor", name)), ...probed.map((probe) => element("td", {}, percent(pooled([run], [floor, probe]))))));
   byId("summary").replaceChildren(element("table", { class: "summary" },
     element("thead", {}, element("tr", {}, element("th", {}, ""), ...heads.map((words) => element("th", { scope: "col" }, ...words)))),
-    element("tbody", {}, ...rows.flat())));
+    element("tbody", {}, ...rows.flat(), ...below)),
+    element("p", { class: "note" }, `${rows.length > 1 ? "Each row is an encoder that" : "The encoder"} learned from images without their labels. `,
+      below.length ? "Then a simple classifier, the probe, reads the labels off its features. In italics: the same without pretraining. " : "",
+      "Underlined words are explained where they stand."));
 }
 
 /** What `curvssl inspect` found in the images of the runs in view. */
@@ -117,15 +124,16 @@ function found() {
     const named = (/** @type {number} */ row) => fileName(run.split.path(row));
     const rowsOf = (/** @type {{row: number}[]} */ entries) => entries.map(({ row }) => row);
     /** @param {number[]} rows @param {string} what */
-    const select = (rows, what) => element("button", { type: "button", onclick: () => pickOut(run, rows, what) }, `Show all ${rows.length.toLocaleString("en")} on the map`);
+    const select = (rows, what) => element("button", { type: "button", onclick: () => listeners.selected(run, rows, what) }, `Show all ${rows.length.toLocaleString("en")} on the map`);
     const scores = new Map(outliers.map(({ row, score }) => [row, short(score)]));
+    const far = outliers.filter(({ score }) => score > (fence ?? Infinity)); // the list goes on with the next ones
     const stands = new Map(typical.map(({ row, stands_for: count }) => [row, count.toLocaleString("en")]));
     return [
       ...(duplicates.length ? [card([term("duplicates", "Near-duplicates"), whose], `${counted(duplicates.length, "group")} of images that are almost the same.`,
         element("div", { class: "groups" }, ...duplicates.slice(0, 40).map((group) => gallery(run, rowsOf(group).slice(0, 12), named))),
         select(rowsOf(duplicates.flat()), "near-duplicates"))] : []),
       ...(outliers.length ? [card([term("outlier", "Outliers"), whose], `The oddest first, with their scores. Outliers begin at ${short(fence)}: ${counted(beyond ?? 0, "image")}.`,
-        gallery(run, rowsOf(outliers).slice(0, 24), (row) => `${scores.get(row)}\n${named(row)}`), select(rowsOf(outliers), "outliers"))] : []),
+        gallery(run, rowsOf(outliers).slice(0, 24), (row) => `${scores.get(row)}\n${named(row)}`), ...(far.length ? [select(rowsOf(far), "outliers")] : []))] : []),
       ...(typical.length ? [card([term("typical", "Typical images"), whose], "With how many others each stands for.",
         gallery(run, rowsOf(typical), (row) => `${stands.get(row)}\n${named(row)}`), select(rowsOf(typical), "typical images"))] : []),
       ...(unreadable.length ? [card(["Unreadable files", whose], `${counted(unreadable.length, "file")} could not be read and took no part.`,

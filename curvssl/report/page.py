@@ -214,9 +214,15 @@ def _digest(text: str) -> str:
 
 def title(runs: Sequence[RunData]) -> str:
     names = [group["name"] for group in groups(runs)]
-    data = ", ".join(dict.fromkeys(str(run.config.get("dataset", "")) for run in runs))
+    data = ", ".join(dict.fromkeys(set_name(str(run.config.get("dataset", ""))) for run in runs))
     shown = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     return f"{shown if len(names) < 5 else f'{len(names)} settings'} on {data}"
+
+
+def set_name(dataset: str) -> str:
+    """What a heading calls a data set: of folder:PATH and array:PATH the last part, for whom the page is sent to."""
+    kind, _, path = dataset.partition(":")
+    return Path(path).name or dataset if kind in ("folder", "array") else dataset
 
 
 def called(runs: Sequence[RunData]) -> list[str]:
@@ -288,7 +294,7 @@ def _seen(runs: Sequence[RunData], grouped: list[dict[str, Any]]) -> list[dict[s
 
 def _split(pictured: Pictured) -> dict[str, Any]:
     return {
-        "name": pictured.name,
+        "name": set_name(pictured.name),
         "classes": list(pictured.classes),
         "count": len(pictured.images),
         "total": max(pictured.total, len(pictured.images)),

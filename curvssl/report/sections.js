@@ -48,12 +48,23 @@ function pooled(runs, path) {
   return { accuracy, mean: middle, std };
 }
 
-/** One row per group and per baseline, one column per probe. @param {Payload} payload @returns {HTMLElement} */
+/** What these probes read without pretraining. It is almost the same in all runs on a data set: the first one's.
+ *  @param {Payload} payload @param {string[]} probes @returns {{name: string, run: RawRun, floor: string}[]} */
+function floors(payload, probes) {
+  const sets = new Map(payload.runs.map((run) => [run.config.dataset, payload.runs.filter((one) => one.config.dataset === run.config.dataset)]));
+  const has = (/** @type {RawRun} */ run, /** @type {string} */ name) => probes.some((probe) => typeof run.probes[name]?.[probe]?.mean === "number");
+  const names = [...new Set(payload.runs.flatMap((run) => Object.keys(run.probes).filter((name) => has(run, name))))];
+  return names.flatMap((floor) => [...sets].flatMap(([dataset, runs]) => {
+    const run = runs.find((one) => has(one, floor));
+    return run ? [{ name: sets.size > 1 ? `${floor}, ${dataset}` : floor, run, floor }] : [];
+  }));
+}
+
+/** One row per group and per floor, one column per probe. @param {Payload} payload @returns {HTMLElement} */
 function probeTable(payload) {
   const groups = payload.groups.map((group) => ({ ...group, runs: group.runs.map((id) => payload.runs[id]) }));
   const entries = payload.runs.flatMap((run) => Object.entries(run.probes));
   const probes = [...new Set(entries.filter(([, score]) => typeof score?.mean === "number").map(([name]) => name))];
-  const floors = [...new Set(entries.filter(([, score]) => probes.some((probe) => typeof score?.[probe]?.mean === "number")).map(([name]) => name))];
   const figures = [...new Set(payload.runs.flatMap((run) => Object.keys(run.probes.retrieval ?? {})))];
   /** The mean over runs of a figure of retrieval. @param {RawRun[]} runs @param {string[]} path */
   const figure = (runs, path) => {
@@ -68,22 +79,16 @@ function probeTable(payload) {
       const score = pooled(group.runs, [probe]);
       return element("td", groups.length > 1 && score?.mean === best[i] ? { class: "best" } : {}, percent(score));
     }), ...figures.map((name) => element("td", {}, figure(group.runs, ["retrieval", name])))));
-  const datasets = [...new Set(payload.runs.map((run) => run.config.dataset))];
-  for (const floor of floors) {
-    for (const dataset of datasets) { // baselines are almost the same in all runs on a dataset: take the first
-      const run = payload.runs.find((one) => one.config.dataset === dataset && one.probes[floor]);
-      if (!run) continue;
-      rows.push(element("tr", { class: "floor" }, element("th", { scope: "row" }, datasets.length > 1 ? `${floor}, ${dataset}` : floor),
-        ...probes.map((probe) => element("td", {}, percent(pooled([run], [floor, probe])))),
-        ...figures.map((name) => element("td", {}, figure([run], [floor, "retrieval", name])))));
-    }
-  }
+  const below = floors(payload, probes);
+  rows.push(...below.map(({ name, run, floor }) => element("tr", { class: "floor" }, element("th", { scope: "row" }, name),
+    ...probes.map((probe) => element("td", {}, percent(pooled([run], [floor, probe])))),
+    ...figures.map((one) => element("td", {}, figure([run], [floor, "retrieval", one]))))));
   const head = element("tr", {}, element("th", {}, ""), ...probes.map((probe) => element("th", { scope: "col" }, term(probe))),
     ...figures.map((name) => element("th", { scope: "col" }, term(name === "mAP" ? "mAP" : "recall", name))));
   return element("div", { class: "card scroll" }, element("h4", {}, `Probes: accuracy${figures.length ? " and retrieval" : ""} on the test split, in percent`),
     element("table", { class: "figures" }, element("thead", {}, head), element("tbody", {}, ...rows)),
     element("p", { class: "note" }, "± is the standard deviation over seeds: of the run where a row has several, of the probe where it has one. ",
-      ...(floors.length ? ["The rows in italics are ", term("floor", "floors"), ": what a probe reads without pretraining."] : [])));
+      ...(below.length ? ["The rows in italics are ", term("floor", "floors"), ": what a probe reads without pretraining."] : [])));
 }
 
 /** What `curvssl quality` measured: a run, the same encoder before training, and the verdict. @param {Payload} payload */
@@ -129,7 +134,7 @@ function readAs(run, truth, guess) {
 /** Selects those images. @param {Mapped} run @param {number} truth @param {number} guess */
 function pickRead(run, truth, guess) {
   const { classes } = run.split;
-  pickOut(run, readAs(run, truth, guess), `${classes[truth]} that ${run.name} reads as ${classes[guess]}`);
+  listeners.selected(run, readAs(run, truth, guess), `${classes[truth]} that ${run.name} reads as ${classes[guess]}`);
 }
 
 /** For many classes: the most frequent confusions, as buttons. @param {Mapped} run */
