@@ -82,12 +82,11 @@ def _parse(arguments: list[str]) -> None:
         if (value == "" and option not in MAY_BE_EMPTY) or (value.startswith("--") and value.endswith("=")):
             what = value or (option if option.startswith("--") else "an argument")
             raise UserError(f"{what} is empty: is a variable of the shell not set?")
+    known = commands(defaults_in(arguments))  # before stderr is taken for tyro: it may have a line for the user
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            command = tyro.extras.subcommand_cli_from_dict(
-                commands(defaults_in(arguments)), prog="curvssl", description=TITLE, args=arguments
-            )
+            command = tyro.extras.subcommand_cli_from_dict(known, prog="curvssl", description=TITLE, args=arguments)
     except SystemExit as exit:
         if exit.code == 2:
             fail(one_line(said.getvalue()))
@@ -132,14 +131,14 @@ def value_of(option: str, arguments: list[str]) -> str:
 
 def defaults_in(arguments: list[str]) -> PretrainConfig:
     """The defaults of the flags: those of the preset. Its warm-up is shortened with a run of which it would be more
-    than half."""
+    than half. The demo has a warm-up of its own."""
     preset, epochs = value_of("--preset", arguments), value_of("--epochs", arguments)
     if preset and preset not in PRESETS:
         raise unknown("preset", preset, PRESETS)
     preset = preset or "default"
     defaults = PRESETS[preset]()
     long = epochs.isdecimal() and 0 < int(epochs) < 2 * defaults.warmup_epochs
-    if long and not value_of("--warmup-epochs", arguments):
+    if arguments[:1] != ["demo"] and long and not value_of("--warmup-epochs", arguments):
         share = defaults.warmup_epochs / defaults.epochs
         warmup = round(share * int(epochs), 2)
         say(f"the warm-up of {preset}, {defaults.warmup_epochs:g} epochs, is long for this run: using {warmup:g}")

@@ -274,6 +274,14 @@ def test_a_preset_that_is_shortened_below_twice_its_warm_up_warms_up_for_the_sam
     assert capsys.readouterr().err == ""
 
 
+def test_the_command_says_that_a_warm_up_was_shortened_and_the_demo_has_its_own(capsys: pytest.CaptureFixture[str]):
+    for command, said in (("pretrain --epochs 3 --dataset cifar11", 1), ("demo --epochs 3 --out", 0)):
+        with pytest.raises(SystemExit) as stopped:
+            main(command.split())
+        assert stopped.value.code == 2
+        assert capsys.readouterr().err.count("warm-up of default, 10 epochs") == said
+
+
 def test_a_path_that_is_given_as_a_data_set_is_told_how_to_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "photos").mkdir()
