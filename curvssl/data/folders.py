@@ -30,6 +30,7 @@ from curvssl.files import printable, say, write_bytes
 # (docs/scaling.md).
 CANVAS = 1.6
 LARGEST = {"cuda": 224, "cpu": 64}  # views that nobody chose a size for: the usual one, or a twelfth of its pixels
+FORMS = "give a folder of images, one image, or an array (.npy, .npz)"
 SAMPLE = 1000  # images from which canvas, channels, mean and standard deviation are computed
 
 
@@ -225,10 +226,12 @@ def open_images(path: Path, *, canvas: int, channels: int) -> Images:
     """All images of a folder or an array file, in order, or one image file. Files are decoded to this canvas and to 1
     or 3 channels."""
     if not path.exists():
-        raise UserError(f"{path} does not exist: give a folder of images, one image, or an array (.npy, .npz)")
+        raise UserError(f"{path} does not exist: {FORMS}")
     if path.is_dir() or is_image(path.name):
         folder, names = (path, list_images(path)) if path.is_dir() else (path.parent, one_name(path.name))
         return FolderImages(torch.arange(len(names)), 1 if channels == 1 else 3, canvas, str(folder), names)
+    if path.suffix.lower() not in (".npy", ".npz"):
+        raise UserError(f"{path} is no image and no array: {FORMS}")
     return ArrayImages.of(open_array(path))
 
 

@@ -259,6 +259,16 @@ def not_learning(rows: Sequence[Mapping[str, Any]], *, d_z: int) -> str:
     return ""
 
 
+def said_last(rows: Sequence[Mapping[str, Any]], *, d_z: int) -> str:
+    """What `not_learning` said last during a run, if the views still hardly agree at its end or it is true there.
+
+    In a run that learns nothing the agreement goes up and down a little. So its last epochs alone may look like a rise.
+    """
+    ends = [agreement(row, d_z=d_z) for row in rows[-WINDOW_EPOCHS:]]
+    first = 1 if ends and fmean(ends) < AGREEING else len(rows)
+    return next(filter(None, (not_learning(rows[:n], d_z=d_z) for n in range(len(rows), first - 1, -1))), "")
+
+
 # ---- a verdict in words
 
 DEAD_RANK = 0.02  # features whose effective rank is below this share of the largest possible one have collapsed

@@ -495,6 +495,9 @@ def test_one_image_is_embedded_and_what_is_not_there_is_told(in_memory: Run, dig
     torch.testing.assert_close(one, everything[7:8])
     with pytest.raises(UserError, match=r"nothere does not exist: give a folder of images, one image, or an array"):
         embed(in_memory, tmp_path / "nothere", out=tmp_path / "none.npz")
+    (tmp_path / "notes.txt").write_text("two words")
+    with pytest.raises(UserError, match=r"notes\.txt is no image and no array: give a folder of images, one image, or"):
+        embed(in_memory, tmp_path / "notes.txt", out=tmp_path / "none.npz")
 
 
 def test_probes_read_the_labels_of_the_subfolders(in_memory: Run):

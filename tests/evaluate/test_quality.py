@@ -20,6 +20,7 @@ from curvssl.evaluate.quality import (
     nesum,
     not_learning,
     rankme,
+    said_last,
     selfcluster,
     stable_rank,
     twonn,
@@ -234,6 +235,7 @@ def test_every_published_run_that_did_not_learn_is_found_out_and_no_other(name: 
     rows, d_z = CELLS[name]["curves"], CELLS[name]["config"]["d_z"]
     said = [text for i in range(len(rows)) if (text := not_learning(rows[: i + 1], d_z=d_z))]
     assert bool(said) != learned(CELLS[name])
+    assert bool(said_last(rows, d_z=d_z)) != learned(CELLS[name])
     # ... and by its last rows, which the verdict reads
     ends = np.mean([agreement(row, d_z=d_z) for row in rows[-WINDOW_EPOCHS:]])
     if "invariance" in rows[-1]:
@@ -271,6 +273,15 @@ def test_invariance_that_rises_is_told_with_both_numbers_and_one_that_falls_is_n
     assert said == "the two views of an image hardly agree (correlation 0.08, and 0.21 in the 5 epochs before)"
     assert not not_learning(rows_of(invariance=rising[::-1], redundancy=[1.0] * 10), d_z=128)
     assert not not_learning(rows_of(invariance=rising[:9], redundancy=[1.0] * 9), d_z=128)  # too early to say
+
+
+def test_a_small_rise_at_the_end_does_not_unsay_that_a_run_does_not_learn_but_agreement_does():
+    flat, little, much = [120.0] * 10, [117.0] * 5, [20.0] * 5  # agreement 0.03, 0.04 and 0.60
+    rows = rows_of(invariance=flat + little, redundancy=[1.0] * 15)
+    assert not not_learning(rows, d_z=128)
+    assert said_last(rows, d_z=128).startswith("the two views of an image hardly agree (correlation 0.0")
+    assert said_last(rows_of(invariance=flat + little + much, redundancy=[1.0] * 20), d_z=128) == ""
+    assert said_last([], d_z=128) == said_last(rows[:3], d_z=128) == ""
 
 
 def test_epochs_of_few_steps_are_given_more_epochs():
