@@ -54,6 +54,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(128 + number)
     except BrokenPipeError:
         sys.exit(1)
+    except IsADirectoryError as error:
+        fail(f"{error.filename} is a folder: give the name of a file")
     except OSError as error:
         fail(f"{error.filename or 'the system'}: {error.strerror or error}")
     except (RuntimeError, MemoryError) as error:

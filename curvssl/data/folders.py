@@ -241,7 +241,7 @@ def _dataset(
     fit, held = test_split(len(images))
     train, test = (Split(images[rows], None if labels is None else labels[rows]) for rows in (fit, held))
     mean, std, digest = statistics(images[fit])
-    known = f"{len(classes)} classes" if classes else "no labels, so the kNN monitor and the probes are skipped"
+    known = f"{len(classes)} classes" if classes else "no labels"
     size = "×".join(map(str, images.shape[1:]))
     say(f"{name}: {len(fit):,} images of {size} to pretrain on, {len(held):,} held out as its test split; {known}")
     return Dataset(name, train, test, classes, mean, std, sha256 | {"sample": digest})

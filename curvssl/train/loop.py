@@ -81,14 +81,13 @@ def pretrain(
     # Only rank 0 writes, and only rank 0 needs to see the run directory.
     with ranks.ranks(pick_device(config.device)) as device:
         main = ranks.is_main()
+        data = None
+        if not ranks.from_main(main and Run(path, config).begun):  # the images come first: a mistyped name leaves no trace
+            data, config = load_suiting(config, images, source=source, device=device.type)
+        elif config.left_open:  # what was chosen is kept, whatever has happened to the images
+            kept = ranks.from_main(Run.read(path).config if main else None)
+            config = dataclasses.replace(config, **{name: getattr(kept, name) for name in config.left_open})
         with lock(path) if main else nullcontext():
-            data = None
-            if config.left_open:
-                # A run that has begun keeps what was chosen, whatever has happened to the images.
-                begun = ranks.from_main(Run.read(path).config if main and Run(path, config).begun else None)
-                if begun is None:
-                    data, begun = load_suiting(config, images, source=source, device=device.type)
-                config = dataclasses.replace(config, **{name: getattr(begun, name) for name in config.left_open})
             run = Run.create(path, config) if main else Run(path, config)
             if not ranks.from_main(run.finished):
                 data = data or _load(config, images, source=source)
@@ -109,6 +108,8 @@ def load_suiting(
     config: PretrainConfig, images: Any = None, *, source: str, device: str
 ) -> tuple[Dataset, PretrainConfig]:
     """The data, and the configuration with all that was left open chosen for them."""
+    if not config.left_open:
+        return _load(config, images, source=source), config
     largest = config.image_size or LARGEST[device]
     data = _load(dataclasses.replace(config, image_size=largest), images, source=source)
     size = suiting_size(min(data.train.images.shape[2:]), device=device)
