@@ -1,4 +1,4 @@
-"""Which neighbourhoods should the outlier detector's default look at? Chosen on one half of the tables, judged on the other.
+"""The neighbourhoods that the outlier detector's default looks at: chosen on one half of the tables, judged on the other.
 
     python benchmarks/outlier_sizes.py --tables FOLDER [--keel WHEEL] [--out results/outlier-sizes.json]
 

@@ -82,7 +82,7 @@ def pretrain(
     with ranks.ranks(pick_device(config.device)) as device:
         main = ranks.is_main()
         data = None
-        if not ranks.from_main(main and Run(path, config).begun):  # the images come first: a mistyped name leaves no trace
+        if not ranks.from_main(main and Run(path, config).begun):  # images first: a mistyped name leaves no trace
             data, config = load_suiting(config, images, source=source, device=device.type)
         elif config.left_open:  # what was chosen is kept, whatever has happened to the images
             kept = ranks.from_main(Run.read(path).config if main else None)

@@ -138,7 +138,7 @@ def test_a_preset_gives_the_defaults_and_a_flag_overrides_it_on_either_side(pres
         ("views folder:HERE/none", "HERE/none"),
         ("views digits --dataset mnist", "two data sets were given, digits and --dataset mnist: leave out the flag"),
         ("views digits --images 0", "images=0 needs to be between 1 and batch_size=256"),
-        ("views digits --preset demo --images 2 --out HERE/taken.png", "HERE/taken.png is a folder: give the name of a"),
+        ("views digits --preset demo --images 2 --out HERE/taken.png", "HERE/taken.png is a folder: give the name"),
         ("views digits --out HERE/views.jpg", "views.jpg needs to end in .png or .pdf"),
         ("views digits --preset demo --local-views 500", "draw fewer images or fewer views"),
         ("demo --epochs 0", "epochs=0"),
