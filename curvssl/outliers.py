@@ -15,7 +15,7 @@ from torch import Tensor
 from curvssl.geometry import kernel_neighbors, kernel_scores, neighbors_of, scores
 from curvssl.kernels import AnyKernel, kernel_width, resolve, scale_free, squared_distances
 
-LEAST, SHARE, SIZES = 10, 0.5, 5  # five neighbourhoods, from 10 neighbours to half of the points, in equal ratios
+LEAST, SHARE, SIZES = 20, 0.05, 5  # five neighbourhoods, from 20 neighbours to 5 % of the points, in equal ratios
 BLOCK = 512  # rows that are compared with all points at once
 FAR = 1e140  # typical deviations: a point farther away counts as that far, so that squares and their sums are finite
 FAR_KERNEL = 1e6  # a kernel does not tell it from infinity, and one such point costs the others no digits
@@ -33,10 +33,10 @@ class CurvatureOutlierDetector(OutlierMixin, BaseEstimator):
     The first part is that of Eq. (6): it is large if the neighbours are far away and all on one side. The second is
     that of Eq. (10) for a wide RBF kernel: it is large if the neighbours are far from each other. Each alone is blind
     to something: the first to how dense a place is, the second to the distance of the point from its neighbours. The
-    score averages s_k over five sizes of the neighbourhood, from 10 neighbours to half of the points, each divided by
-    its median over the training points. So the median point has a score of about −1, and a point with −3 is three
-    times as far out. Outliers that form a small cluster are found by the large neighbourhoods, single ones by the
-    small.
+    score averages s_k over five sizes of the neighbourhood, from 20 neighbours to 5 % of the points (with 400 points or
+    fewer, over 20 neighbours alone), each divided by its median over the training points. So the median point has a
+    score of about −1, and a point with −3 is three times as far out. Outliers that form a small cluster are found by
+    the large neighbourhoods, single ones by the small.
 
     With a number of neighbours the score is a curvature of the paper. In Eq. (6) the neighbours of an inner point lie
     on all sides, their directions cancel and the curvature is low; those of an outlier lie in one direction, and its
