@@ -6,7 +6,7 @@ from collections.abc import Callable
 from statistics import mean, stdev
 from typing import Any
 
-from generators.base import HERE, STEMS, TABLES, cells_of, device_minutes, markdown, read, table
+from generators.base import HERE, STEMS, TABLES, cells_of, device_minutes, markdown, read, span, table
 from generators.speed import VIEW_RUNS, steps_of
 
 
@@ -447,10 +447,7 @@ STRONG = {  # what a cell of the study changes, in words
     "turn400": "turns, weight 400, four more small views",
     "turn400-local0": "turns, weight 400, without local views",
     "lars-local0": "LARS, without local views",
-    "lars-turn400-local0": "LARS and turns, without local views",
-    "lars-turn400-local.1-.4": "LARS, turns and local crops 0.1 to 0.4",
-    "lars-turn400x1-local.1-.4": "LARS, turns of one view and local crops 0.1 to 0.4",
-    "lars-turn100-local.1-.4": "LARS, turns at weight 100 and local crops 0.1 to 0.4",
+    "lars-turn400x1-local.1-.4": "LARS, turns of one view at weight 400 and local crops 0.1 to 0.4",
     "lars-turn100x1-local.1-.4": "LARS, turns of one view at weight 100 and local crops 0.1 to 0.4",
     "lars-local.1-.4": "LARS and local crops 0.1 to 0.4",
     **{
@@ -469,7 +466,6 @@ STRONG = {  # what a cell of the study changes, in words
         }.items()
     },
     "lars-weak-first": "LARS, and no change of colours in the first view",
-    "turn100": "turns, weight 100",
     "crop.08": "global crops from 0.08 on for 0.2",
     "solarize": "solarized second view, probability 0.2",
 }
@@ -477,17 +473,22 @@ STRONG = {  # what a cell of the study changes, in words
 
 @table
 def strong_screening() -> str:
-    """Changes to Barlow Twins with two and four views, one at a time."""
-    base = cells_of("views")["cifar10-barlow-twins-local4-40-seed0"]
-    cells = [("as in the study of views, Adam", base)]
-    for name, cell in cells_of("strong").items():
-        cells.append((STRONG[name.removeprefix("cifar10-").removeprefix("150-")], cell))
+    """Changes to Barlow Twins with two and four views, one at a time; longer runs beside the best of the short ones."""
+    short, longer = ("cifar10-barlow-twins-local4-40-seed0", "cifar10-150-lars-local.1-.4")
+    strong = cells_of("strong")
+    cells = {"as in the study of views, Adam": cells_of("views")[short]}
+    cells |= {name.removeprefix("cifar10-"): cell for name, cell in strong.items()}
+    bases = {cell["config"]["epochs"]: cell for cell in (cells_of("views")[short], strong[longer])}
     rows = []
-    for what, cell in sorted(cells, key=lambda pair: pair[1]["config"]["epochs"]):
+    for name, cell in sorted(cells.items(), key=lambda pair: pair[1]["config"]["epochs"]):
+        base = bases[epochs := cell["config"]["epochs"]]["probes"]
         values = {probe: cell["probes"][probe]["mean"] for probe in ("linear", "knn")}
-        gains = [f"{value:.1f} ({value - base['probes'][probe]['mean']:+.1f})" for probe, value in values.items()]
-        shown = gains if cell is not base else [f"{value:.1f}" for value in values.values()]
-        rows.append([what, str(cell["config"]["epochs"]), *shown])
+        gains = [
+            f" ({value - base[probe]['mean']:+.1f})" if cell["probes"] != base else ""
+            for probe, value in values.items()
+        ]
+        what = STRONG.get(name.removeprefix("150-"), name)
+        rows.append([what, str(epochs), *(f"{v:.1f}{gain}" for v, gain in zip(values.values(), gains, strict=True))])
     where = "NVIDIA H200, torch 2.11.0, one seed, held-out training images"
     return markdown(("two and four views, with", "epochs", "linear", "kNN"), rows, "strong/", where)
 
@@ -517,10 +518,12 @@ def statistics_of_whole_images() -> str:
 @table
 def strong_time() -> str:
     """What the longer runs of the study took."""
-    rows = []
-    for name, cell in cells_of("strong").items():
+    rows, cells = [], cells_of("strong")
+    for name, cell in cells.items():
         if (epochs := cell["config"]["epochs"]) > 40:
-            minutes = f"{cell['provenance']['seconds'] / 60:.1f}"
+            (start, end), spans = span(cell), map(span, cells.values())
+            at_once = sum(first < end and start < last for first, last in spans)
+            minutes = f"{cell['provenance']['seconds'] / 60:.1f}" + f", {at_once} at once" * (at_once > 1)
             probes = [f"{cell['probes'][probe]['mean']:.1f}" for probe in ("linear", "mlp", "knn")]
             rows.append([STRONG[name.removeprefix("cifar10-150-")], str(epochs), minutes, *probes])
     where = "NVIDIA H200, torch 2.11.0, one seed, 45,000 images, judged on 5,000 held-out ones"

@@ -38,10 +38,15 @@ def cells_of(study: str) -> dict[str, Any]:
     return {file.stem: json.loads(file.read_text()) for file in sorted((HERE / study).glob("*.json"))}
 
 
+def span(cell: Any) -> tuple[float, float]:
+    """When the run of a cell began and ended, in seconds; its JSON is written at the end."""
+    end = datetime.fromisoformat(cell["provenance"]["created"]).timestamp()
+    return end - cell["seconds_with_probes"], end
+
+
 def device_minutes(cells: Iterable[Any]) -> float:
-    """Minutes in which at least one of the cells was running; a cell's JSON is written when it ends."""
-    ends = [(datetime.fromisoformat(cell["provenance"]["created"]).timestamp(), cell) for cell in cells]
+    """Minutes in which at least one of the cells was running."""
     spent, until = 0.0, 0.0
-    for start, end in sorted((end - cell["seconds_with_probes"], end) for end, cell in ends):
+    for start, end in sorted(map(span, cells)):
         spent, until = spent + max(0.0, end - max(start, until)), max(until, end)
     return spent / 60
