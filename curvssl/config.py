@@ -114,6 +114,9 @@ class PretrainConfig(LossSettings):
     warmup_epochs: float = 0.0  # epochs over which the learning rate rises linearly from 0
     schedule: str = "constant"  # after the warm-up: constant, or cosine to 0
 
+    average: float = 0.0  # decay, a step, of an average of the weights that is kept as the encoder; 0: the last weights
+    teacher: bool = False  # whether that average embeds the global views, and all other views are compared with these
+
     precision: str = "auto"  # auto, fp32 or bf16; auto is bf16 (autocast) on CUDA and fp32 on CPU
     device: str = "auto"  # auto, cpu or cuda; auto is CUDA where there is one
     step: str = "auto"  # auto is captured on one CUDA device, compiled with several, eager on CPU
@@ -152,6 +155,12 @@ class PretrainConfig(LossSettings):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise UserError(f"{name}={getattr(self, name)} needs to be 0 or more")
         _within("momentum", self.momentum, 0, 1)
+        if not 0 <= self.average < 1:
+            raise UserError(f"average={self.average} needs to be 0 or more, and below 1")
+        if self.teacher and not self.average:
+            raise UserError("the teacher is an average of the weights: give average=0.99, say")
+        if self.teacher and self.method == OWN:
+            raise UserError("a teacher is for a named method: an own criterion compares views with each other")
         _within("holdout", self.holdout, 0, 0.5)
         if self.k < 2:
             raise UserError(f"k={self.k} has no pair of neighbours: use 2 or more")

@@ -47,12 +47,16 @@ class Loss(nn.Module):
         """One number for each name, from two views (2, b, d)."""
         raise NotImplementedError
 
-    def over_views(self, z: Tensor, blended: Tensor | None, t: Tensor | None) -> Tensor:
-        """The numbers of V views (V, b, d): a mean over the pairs of a global view and any other. `blended` and `t`
-        are for a term of one more view, like `Chord` and `ViewPath`."""
-        if len(z) == GLOBAL:
+    def over_views(self, z: Tensor, targets: Tensor | None, blended: Tensor | None, t: Tensor | None) -> Tensor:
+        """The numbers of V views (V, b, d): a mean over the pairs of a global view and any other. With `targets`
+        (2, b, d), embeddings of the global views by another network, these take the place of the first of each pair.
+        `blended` and `t` are for a term of one more view, like `Chord` and `ViewPath`."""
+        if len(z) == GLOBAL and targets is None:
             return self.numbers(z)
-        return over_pairs(torch.stack([self.numbers(torch.stack((z[g], z[v]))) for g, v in pairs(len(z))], dim=1))
+        first = z if targets is None else targets
+        of = pairs(len(z), both=targets is not None)
+        numbers = torch.stack([self.numbers(torch.stack((first[g], z[v]))) for g, v in of], dim=1)
+        return over_pairs(numbers, both=targets is not None)
 
     def weights(self) -> dict[str, float]:
         """The weights of the numbers in this term; a number without a weight is only logged."""
@@ -78,22 +82,27 @@ class Loss(nn.Module):
             z = torch.stack((z0, z1, *local))
         return {name: checked(number, z) for name, number in self.terms_of(z).items()}
 
-    def terms_of(self, z: Tensor, t: Tensor | None = None, turns: Tensor | None = None) -> dict[str, Tensor]:
-        """`terms` of all views in one tensor (V, b, d). With t (b,), the last of them are blends. `turns` are what
-        `Turn` reads."""
+    def terms_of(self, z: Tensor, **beside: Tensor | None) -> dict[str, Tensor]:
+        """`terms` of all views in one tensor (V, b, d), with what `exactly` takes beside them."""
         return {
             name: number
             for _, part in self.parts()
-            for name, number in zip(part.names, part.exactly(z, t, turns), strict=True)
+            for name, number in zip(part.names, part.exactly(z, **beside), strict=True)
         }
 
-    def exactly(self, z: Tensor, t: Tensor | None = None, turns: Tensor | None = None) -> Tensor:
-        """`over_views` in at least float32, with what `terms_of` is given."""
+    def exactly(
+        self, z: Tensor, *, targets: Tensor | None = None, t: Tensor | None = None, turns: Tensor | None = None
+    ) -> Tensor:
+        """`over_views` in at least float32. With t (b,), the last of the views are blends. `turns` are what `Turn`
+        reads."""
         if z.shape[1] * world_size() < 2:
             raise ValueError("a batch of 1 has no statistics: use 2 or more images")
         with torch.autocast(z.device.type, enabled=False):
             z = z.to(torch.promote_types(z.dtype, torch.float32))
-            return self.over_views(z, None, None) if t is None else self.over_views(z[:-1], z[-1], t.to(z.dtype))
+            targets = None if targets is None else targets.to(z.dtype)
+            if t is None:
+                return self.over_views(z, targets, None, None)
+            return self.over_views(z[:-1], targets, z[-1], t.to(z.dtype))
 
     def weigh(self, terms: Mapping[str, Any]) -> Any:
         """The loss from its named numbers."""
@@ -102,16 +111,19 @@ class Loss(nn.Module):
         )
 
 
-def pairs(views: int) -> list[tuple[int, int]]:
-    """The 1 + 2n pairs of a global view and any other, each once, with n local views; the two global ones first."""
-    return [(g, v) for g in range(GLOBAL) for v in range(g + 1, views)]
+def pairs(views: int, *, both: bool = False) -> list[tuple[int, int]]:
+    """The 1 + 2n pairs of a global view and any other, each once, with n local views; the two global ones first. With
+    `both`, the global ones are there in both orders, and each global view is followed by the other one."""
+    return [(g, v) for g in range(GLOBAL) for v in ([1 - g, *range(GLOBAL, views)] if both else range(g + 1, views))]
 
 
-def over_pairs(numbers: Tensor) -> Tensor:
+def over_pairs(numbers: Tensor, *, both: bool = False) -> Tensor:
     """Half of the global pair's numbers, half of the mean over the pairs with a local view: (n, pairs) → (n,).
 
     The plain mean over all pairs leaves the global pair too little weight and learns less (docs/notebook.md).
     """
+    if both:
+        numbers = numbers.unflatten(1, (GLOBAL, -1)).mean(1)
     together, apart = numbers[:, 0], numbers[:, 1:]
     return (together + apart.mean(1)) / 2 if apart.shape[1] else together
 
@@ -125,17 +137,22 @@ class BarlowTwinsLoss(Loss):
         super().__init__()
         self.lambda_emb, self.eps = lambda_emb, eps
 
-    def over_views(self, z: Tensor, blended: Tensor | None, t: Tensor | None) -> Tensor:
+    def over_views(self, z: Tensor, targets: Tensor | None, blended: Tensor | None, t: Tensor | None) -> Tensor:
         b, d = z.shape[1] * world_size(), z.shape[2]
         z = standardise(z, eps=self.eps)
-        # A global view against all views after it, side by side, is one matrix product: (d, b) × (b, views · d).
-        others = [z[g + 1 :].transpose(0, 1).flatten(1) for g in range(GLOBAL) if len(z) > g + 1]
-        c = torch.cat([product(z[g].mT, other) for g, other in enumerate(others)], dim=1)
+        # A global view against its others, side by side, is one matrix product: (d, b) × (b, views · d).
+        if targets is None:
+            first, others = z, [z[g + 1 :] for g in range(GLOBAL) if len(z) > g + 1]
+        else:
+            first = standardise(targets, eps=self.eps)
+            others = [torch.cat((z[1 - g : 2 - g], z[GLOBAL:])) for g in range(GLOBAL)]
+        side_by_side = [product(first[g].mT, other.transpose(0, 1).flatten(1)) for g, other in enumerate(others)]
+        c = torch.cat(side_by_side, dim=1)
         c = (total(c) / b).unflatten(1, (-1, d))  # (d, pairs, d)
         diagonal = c.diagonal(dim1=0, dim2=2)  # (pairs, d)
         invariance = (diagonal - 1).square().sum(1)
         redundancy = c.square().sum(2).sum(0) - diagonal.square().sum(1)
-        return over_pairs(torch.stack((invariance, redundancy)))
+        return over_pairs(torch.stack((invariance, redundancy)), both=targets is not None)
 
     def weights(self) -> dict[str, float]:
         return {"invariance": 1.0, "redundancy": self.lambda_emb}
@@ -170,8 +187,12 @@ class Curvature(Loss):
         self.k, self.gamma, self.lambda_curv, self.eps = k, gamma, lambda_curv, eps
         self.kernel = None if kernel is None else resolve(kernel)
 
-    def over_views(self, z: Tensor, blended: Tensor | None, t: Tensor | None) -> Tensor:
-        return self.aligned(self.scores(z[:GLOBAL]))
+    def over_views(self, z: Tensor, targets: Tensor | None, blended: Tensor | None, t: Tensor | None) -> Tensor:
+        c = self.scores(z[:GLOBAL])
+        if targets is None:
+            return self.aligned(c)
+        wanted = self.scores(targets)
+        return torch.stack([self.aligned(torch.stack((wanted[g], c[1 - g]))) for g in range(GLOBAL)]).mean(0)
 
     def aligned(self, c: Tensor) -> Tensor:
         """The numbers of two views' scores (2, b)."""
@@ -230,9 +251,9 @@ class Chord(Loss):
                 f"expected z and blended (b, d) and t (b,), got {tuple(z.shape)}, {tuple(blended.shape)} and "
                 f"{tuple(t.shape)}: row i of blended must be the blend of image i and its partner"
             )
-        return checked(self.exactly(torch.stack((z, blended)), t)[0], z, blended, t)
+        return checked(self.exactly(torch.stack((z, blended)), t=t)[0], z, blended, t)
 
-    def over_views(self, z: Tensor, blended: Tensor | None, t: Tensor | None) -> Tensor:
+    def over_views(self, z: Tensor, targets: Tensor | None, blended: Tensor | None, t: Tensor | None) -> Tensor:
         if blended is None or t is None:
             raise ValueError("the chord needs the embeddings of blends and their t: give the loss both")
         scale, centre, z, deviation = centred(z[0])
@@ -258,7 +279,7 @@ class ViewPath(Loss):
         super().__init__()
         self.eps = eps
 
-    def over_views(self, z: Tensor, blended: Tensor | None, t: Tensor | None) -> Tensor:
+    def over_views(self, z: Tensor, targets: Tensor | None, blended: Tensor | None, t: Tensor | None) -> Tensor:
         if blended is None or t is None:
             raise ValueError("the path needs the embeddings of middle views: give the loss those")
         scale, centre, ends, deviation = centred(z[:GLOBAL].flatten(0, 1))
@@ -281,7 +302,9 @@ class Turn(Loss):
 
     names = ("turn", "turn_accuracy")
 
-    def exactly(self, z: Tensor, t: Tensor | None = None, turns: Tensor | None = None) -> Tensor:
+    def exactly(
+        self, z: Tensor, *, targets: Tensor | None = None, t: Tensor | None = None, turns: Tensor | None = None
+    ) -> Tensor:
         if turns is None:
             raise ValueError("the turns need a head's numbers for turned views: give the loss those")
         with torch.autocast(turns.device.type, enabled=False):

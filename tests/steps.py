@@ -9,7 +9,7 @@ from curvssl.config import demo
 from curvssl.data.named import load
 from curvssl.models import Net, make_net
 from curvssl.train import loop
-from curvssl.train.step import Step, make_optimizer
+from curvssl.train.step import Average, Step, make_optimizer
 
 BATCH = 64
 
@@ -32,6 +32,8 @@ def make_step(
     alpha_chord: float = 0.0,
     alpha_path: float = 0.0,
     alpha_turn: float = 0.0,
+    average: float = 0.0,
+    teacher: bool = False,
 ) -> Step:
     net = (net or small_net(alpha_turn=alpha_turn)).to(device)
     data = load("digits")
@@ -47,6 +49,7 @@ def make_step(
         images=data.train.images.pixels.to(device),
         device=device,
         bf16=bf16,
+        average=Average(net, decay=average, teacher=teacher) if average else None,
     )
 
 

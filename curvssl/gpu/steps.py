@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 KEEP_DAYS = 30  # from the last run with the same source code until its compiled code is deleted
 WARM_STEPS = 3  # real steps taken before a capture: they compile, and they make the optimiser's state
 
-# Embeddings (V · b, d), and t of the blends if there are any → some terms, and their share of the gradient. For `Turn`,
-# the head's numbers instead of embeddings.
-Piece = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+# Embeddings (V · b, d), the teacher's (2, b, d), and t of the blends, if there are any → some terms, and their share of
+# the gradient. For `Turn`, the head's numbers instead of embeddings.
+Piece = Callable[[Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
+Embedded = tuple[tuple[Tensor, ...], Tensor | None]  # a copy of the embeddings for each piece, and the teacher's
 
 
 class FastStep:
@@ -82,8 +83,8 @@ class FastStep:
 
     def _terms(self, batch: Tensor, u: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         step = self.step
-        z, turns = step.embed(batch, u)
-        terms = [part.exactly(step.by_view(z), step.views.t(u), turns) for part in self._parts]
+        z, beside = step.embed(batch, u)
+        terms = [part.exactly(step.by_view(z), t=step.views.t(u), **beside) for part in self._parts]
         return torch.cat(terms), z
 
     def _take_compiled(self, batch: Tensor, u: Sequence[Tensor]) -> None:
@@ -160,12 +161,12 @@ class FastStep:
         step.optimizer.zero_grad()
         embed, pieces, weights = self._pieces
         here, beside = torch.cuda.current_stream(), overlap.stream(overlap.SECOND)
-        copies = embed(batch, u, readers=len(pieces))
+        copies, targets = embed(batch, u, readers=len(pieces))
         gradients, terms = [*copies], [*copies]
         beside.wait_stream(here)
         for i in reversed(range(len(pieces))):
             with torch.cuda.stream(beside if i else here):
-                terms[i], gradients[i] = pieces[i](copies[i], step.views.t(u))
+                terms[i], gradients[i] = pieces[i](copies[i], targets, step.views.t(u))
         here.wait_stream(beside)
 
         def backward() -> None:
@@ -178,7 +179,7 @@ class FastStep:
             backward()
             step.finish(terms, weights, copies[0])
 
-    def _in_pieces(self) -> tuple[Callable[..., tuple[Tensor, ...]], list[Piece], list[Tensor]]:
+    def _in_pieces(self) -> tuple[Callable[..., Embedded], list[Piece], list[Tensor]]:
         """The function that embeds, the pieces of the loss, and their weights, which are read at every step."""
         from curvssl.gpu import layers
 
@@ -197,35 +198,37 @@ class FastStep:
 
         turned = isinstance(part, Turn)
 
-        def terms(z: Tensor, t: Tensor | None) -> Tensor:
-            return part.exactly(z, turns=z) if turned else part.exactly(step.by_view(z), t)
+        def terms(z: Tensor, targets: Tensor | None, t: Tensor | None) -> Tensor:
+            return part.exactly(z, turns=z) if turned else part.exactly(step.by_view(z), targets=targets, t=t)
 
         plain = self._compiled(terms, split_reductions=False)  # a second launch costs more here than it gains
 
-        def piece(z: Tensor, t: Tensor | None) -> tuple[Tensor, Tensor]:
+        def piece(z: Tensor, targets: Tensor | None, t: Tensor | None) -> tuple[Tensor, Tensor]:
             z = z.detach().requires_grad_()
-            fast = None if turned else fused.numbers(part, step.by_view(z)[:GLOBAL])
-            values = plain(z, t) if fast is None else fast
+            by_hand = targets is None and not turned
+            fast = fused.numbers(part, step.by_view(z)[:GLOBAL]) if by_hand else None
+            values = plain(z, targets, t) if fast is None else fast
             return values.detach(), torch.autograd.grad(values, z, weights)[0]
 
         return piece
 
-    def _own(self, z: Tensor, t: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _own(self, z: Tensor, targets: Tensor | None, t: Tensor | None) -> tuple[Tensor, Tensor]:
         """The piece of a user's own criterion, which may have parameters."""
         z = z.detach().requires_grad_()
-        loss, terms = self.step.judge(z, t)
+        loss, terms = self.step.judge(z, targets=targets, t=t)
         loss.backward()
         assert z.grad is not None
         return terms, z.grad
 
-    def _embed(self, batch: Tensor, u: Sequence[Tensor], readers: int) -> tuple[Tensor, ...]:
-        return copies_of(*self.step.embed(batch, u), readers)
+    def _embed(self, batch: Tensor, u: Sequence[Tensor], readers: int) -> Embedded:
+        z, beside = self.step.embed(batch, u)
+        return copies_of(z, beside["turns"], readers), beside["targets"]
 
-    def _embed_by_hand(self) -> Callable[..., tuple[Tensor, ...]]:
+    def _embed_by_hand(self) -> Callable[..., Embedded]:
         """`_embed` with the encoder's pass of layers.py, which is not compiled."""
         from curvssl.gpu import layers
 
-        step, net = self.step, self.step.net
+        step, net, teacher = self.step, self.step.net, self.step.teacher
         low = torch.bfloat16 if step.bf16 else torch.float32
         assert isinstance(net, Net)
 
@@ -236,13 +239,18 @@ class FastStep:
                 out = net.project(features)
             return copies_of(*step.embedded(out), readers)
 
+        def targets_of(features: list[Tensor]) -> Tensor:
+            assert teacher is not None
+            with torch.autocast(step.device.type, torch.bfloat16, enabled=step.bf16):
+                return step.embedded(teacher.project(features))[0].unflatten(0, (GLOBAL, -1))
+
         if len(passes) > 1:  # the gradients of BatchNorm's parameters come from two streams, of which torch would warn
             getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", bool)(False)
         # Each batch of views is made on its own, so that local views can be made while the global ones are encoded.
         makers = [self._compiled(partial_view(step, i, low)) for i in range(len(passes))]
-        project = self._compiled(projected)
+        project, teach = self._compiled(projected), self._compiled(targets_of)
 
-        def embed(batch: Tensor, u: Sequence[Tensor], readers: int) -> tuple[Tensor, ...]:
+        def embed(batch: Tensor, u: Sequence[Tensor], readers: int) -> Embedded:
             if not self._taken and batch.is_cuda:  # the encoder's kernels are compiled while torch compiles the views
                 with ThreadPoolExecutor(1) as thread:
                     shapes = (len(batch), step.views.sizes, passes, low, torch.cuda.current_stream())
@@ -250,8 +258,14 @@ class FastStep:
                     for make in makers:
                         make(batch, u)
                     done.result()
-            views = [partial(make, batch, u) for make in makers]
-            return project(layers.encode(net.encoder, *views, passes=passes, dtype=low), readers)
+            views: list[Any] = [partial(make, batch, u) for make in makers]
+            targets = None
+            if teacher is not None:
+                first = views[0]()  # both networks see it
+                views[0] = lambda: first
+                with torch.no_grad():
+                    targets = teach(layers.encode(teacher.encoder, lambda: step.global_of(first), dtype=low))
+            return project(layers.encode(net.encoder, *views, passes=passes, dtype=low), readers), targets
 
         return embed
 

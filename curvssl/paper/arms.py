@@ -104,7 +104,7 @@ class Profile(Loss):
         super().__init__()
         self.k, self.eps = k, eps
 
-    def over_views(self, z: Tensor, blended: Tensor | None, t: Tensor | None) -> Tensor:
+    def over_views(self, z: Tensor, targets: Tensor | None, blended: Tensor | None, t: Tensor | None) -> Tensor:
         z = z[:GLOBAL]
         b = z.shape[1] * world_size()
         check_k(self.k, n=b)
@@ -135,7 +135,7 @@ class Bank(Curvature):
         self.register_buffer("bank", torch.zeros(GLOBAL, size, d))
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
 
-    def over_views(self, z: Tensor, blended: Tensor | None, t: Tensor | None) -> Tensor:
+    def over_views(self, z: Tensor, targets: Tensor | None, blended: Tensor | None, t: Tensor | None) -> Tensor:
         z = z[:GLOBAL]
         everyone = among_all(z.detach())[0]
         size = self.bank.shape[1]

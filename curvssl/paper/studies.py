@@ -209,6 +209,9 @@ def strong() -> Study:
         "size20": {"local_size": 20},
         "crop.08": {"augment": views(crop=0.08)},
         "solarize": {"second": Colours(solarize=0.2)},
+        "average.999": {"average": 0.999},
+        "teacher.99": {"average": 0.99, "teacher": True},
+        "teacher.996": {"average": 0.996, "teacher": True},
     }
     changes |= {f"lars-{name}-local.1-.4": {**best, **change} for name, change in further.items()}
     longer = {"epochs": 150, "warmup_epochs": 10}

@@ -38,7 +38,7 @@ from curvssl.models import full_precision
 from curvssl.rundir import AGAIN, Run, provenance
 from curvssl.train import watch
 from curvssl.train.own import keep_own
-from curvssl.train.step import Batch, NotFinite, Step, make_optimizer
+from curvssl.train.step import Average, Batch, NotFinite, Step, make_optimizer
 
 LAG = 60  # steps given to a CUDA device after an epoch before the host reads the epoch's metrics: so it never idles
 
@@ -179,6 +179,8 @@ def _train(
         mode=mode,
     )
     views = make_views(config, data).to(device)
+    average = Average(net, decay=config.average, teacher=config.teacher) if config.average else None
+    kept = net if average is None else average.net  # the network that the run is for
     seen_per_step = config.batch_size * sum(views.passes)
     fits = not ranks.any_rank(not memory.fits(pool, device=device))
     images = memory.resident(pool, device=device) if fits else None
@@ -191,6 +193,7 @@ def _train(
         images=images,
         device=device,
         bf16=config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda"),
+        average=average,
     )
 
     done, seconds = 0, 0.0
@@ -201,6 +204,8 @@ def _train(
     if state is not None:
         done, seconds = state["step"], state["seconds"]
         net.load_state_dict(state["net"])
+        if average is not None:
+            kept.load_state_dict(state["average"])
         groups = optimizer.state_dict()["param_groups"]  # this process's own: its device may differ
         optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
         criterion.load_state_dict(state["criterion"])
@@ -221,6 +226,7 @@ def _train(
                 "step": done,
                 "seconds": seconds,
                 "net": net.state_dict(),
+                "average": None if average is None else kept.state_dict(),
                 "optimizer": optimizer.state_dict()["state"],
                 "criterion": criterion.state_dict(),
                 "sums": step.sums,
@@ -274,7 +280,7 @@ def _train(
             broken_since=lambda: done - step.broken_for() + 1,
         )
         if monitored:
-            row |= watch.monitor(net, data, watched, rows_of, size=config.image_size, device=device)
+            row |= watch.monitor(kept, data, watched, rows_of, size=config.image_size, device=device)
         row["seconds"] = seconds + time.monotonic() - started
         unreadable = pool.exchange_bad()
         if main:
@@ -322,7 +328,7 @@ def _train(
     if main:
         facts["seconds"] = seconds + time.monotonic() - started
         run.keep_json("provenance.json", facts, of=(), by="")
-        run.save_net(net, channels=channels)
+        run.save_net(kept, channels=channels)
 
 
 # ---- helpers of the loop ----

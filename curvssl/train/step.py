@@ -4,6 +4,7 @@ The inputs of a step are tensors (which images, which uniform numbers, which lea
 `take` by the same arithmetic, compiled or captured in a CUDA graph.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from curvssl.config import UserError
 from curvssl.data.views import Views
 from curvssl.lars import Lars
 from curvssl.losses import GLOBAL, Loss, over_pairs, pairs
-from curvssl.models import per_view
+from curvssl.models import Net, per_view
 
 Batch = Tensor | tuple[Tensor, ...]
 HISTORY = 2**16  # steps: of so many the device remembers the sums, to tell in which of them the loss broke
@@ -29,12 +30,37 @@ class NotFinite(ArithmeticError):
         self.names = names
 
 
+class Average:
+    """The mean of a network's weights over its steps so far, where each counts `decay` times as much as the next one.
+
+    If it is a `teacher`, it also embeds the global views of each batch, which moves the running statistics of its own
+    BatchNorms. Otherwise these are averages, too.
+    """
+
+    def __init__(self, net: Net, *, decay: float, teacher: bool = False) -> None:
+        self.net = copy.deepcopy(net).requires_grad_(False)
+        per_view(self.net)
+        self.decay, self.teacher = decay, teacher
+
+    @torch.no_grad()
+    def follow(self, net: nn.Module) -> None:
+        """After a step of `net`: w̄ ← w̄ + (1 − decay) (w − w̄)."""
+        own, other = (
+            [*part.parameters(), *(() if self.teacher else (b for b in part.buffers() if b.is_floating_point()))]
+            for part in (self.net, net)
+        )
+        torch._foreach_lerp_(own, other, 1 - self.decay)
+
+
 class Step:
     """Call with (batch, u, lr); read `means()` and `z` at any time.
 
     `batch` holds row numbers (b,) of `images` if these are on the device, else uint8 images (b, C, H, W), or their
     views, if these have been made. `u` are the uniform numbers of the views (`Views.draw`). `criterion` is any module
     (z0, z1) → scalar; if it is a `Loss`, every term is logged. `z` (2b, d) are the embeddings of the two global views.
+
+    `average` is a second network, which follows the first one step by step (`Average`). If it teaches, its embeddings
+    of the global views are those that all views are compared with.
 
     On CPU a loss that is not finite raises `NotFinite`, and nothing has changed. Another device is not waited for:
     `broken_for` says how long ago it happened.
@@ -50,11 +76,13 @@ class Step:
         images: Tensor | None,
         device: torch.device,
         bf16: bool,
+        average: Average | None = None,
     ) -> None:
         # All views of a size go through in one batch, but BatchNorm uses one view at a time, as in the paper.
         per_view(net, passes=views.passes, turns=views.turns)
         self.net, self.criterion, self.views, self.optimizer = net, criterion, views, optimizer
-        self.images, self.device, self.bf16 = images, device, bf16
+        self.images, self.device, self.bf16, self.average = images, device, bf16, average
+        self.teacher = average.net if average is not None and average.teacher else None
         self.mode = "eager"
         self.take: Callable[[Any, Sequence[Tensor]], None] = self.plainly
         # The terms of the loss, or the loss alone, and their weights, which are read at every step.
@@ -81,7 +109,8 @@ class Step:
             if self.device.type == "cuda":  # from pinned memory the copy is asynchronous
                 new = new.pin_memory()
             self.weights.copy_(new, non_blocking=True)
-        buffers = [*self.net.buffers(), *self.criterion.buffers()] if self.device.type == "cpu" else []
+        parts = [self.net, self.criterion, *([] if self.teacher is None else [self.teacher])]
+        buffers = [buffer for part in parts for buffer in part.buffers()] if self.device.type == "cpu" else []
         before = [buffer.clone() for buffer in buffers]
         try:
             self.take(batch, u)
@@ -100,16 +129,16 @@ class Step:
     def plainly(self, batch: Batch, u: Sequence[Tensor]) -> None:
         """The step in plain torch."""
         self.optimizer.zero_grad()
-        z, turns = self.embed(batch, u)
-        loss, terms = self.judge(z, self.views.t(u), turns)
+        z, beside = self.embed(batch, u)
+        loss, terms = self.judge(z, t=self.views.t(u), **beside)
         loss.backward()
         self.finish([terms], [self.weights], z)
 
-    def judge(self, z: Tensor, t: Tensor | None = None, turns: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The loss to differentiate, and its terms to log, from what `embed` returns."""
+    def judge(self, z: Tensor, **beside: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The loss to differentiate, and its terms to log, from the embeddings and what is given beside them."""
         z = self.by_view(z)
         if isinstance(self.criterion, Loss):
-            terms = self.criterion.terms_of(z, t, turns)
+            terms = self.criterion.terms_of(z, **beside)
             return self.criterion.weigh(terms), torch.stack(tuple(terms.values())).detach()
         loss = over_pairs(torch.stack([self._own(z[g], z[v]) for g, v in pairs(len(z))])[None])
         return loss.squeeze(0), loss.detach()
@@ -148,7 +177,9 @@ class Step:
             raise NotFinite(names)
 
     def keep(self, terms: Sequence[Tensor], weights: Sequence[Tensor], z: Tensor) -> None:
-        """Add the terms, in one or more pieces, to the sums, all in one launch."""
+        """After the update: the average follows, and the terms, in one or more pieces, are added to the sums."""
+        if self.average is not None:
+            self.average.follow(self.net)
         self.z = z.detach()[: GLOBAL * len(z) // self.views.embedded]
         if self.sums.dtype != terms[0].dtype:  # float64, in tests
             self.sums, weights = self.sums.to(terms[0].dtype), [weight.to(terms[0].dtype) for weight in weights]
@@ -157,17 +188,32 @@ class Step:
         places = [place for row in self.sums for place in row.split(sizes)]
         torch._foreach_addcmul_(places, [*terms, *terms], [*ones, *weights])
 
-    def embed(self, batch: Batch, u: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    def embed(self, batch: Batch, u: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor | None]]:
         """The embeddings of all views, one below the other: (V · b, d), at least in float32. The first two are global,
-        then come local ones, then blends. And the head's numbers for turned views, (turns, b, 4), if there are any."""
+        then come local ones, then blends. Beside them the head's numbers for turned views, (turns, b, 4), and the
+        teacher's embeddings of the global views, (2, b, d), if there are any."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            return self.embedded(self.net(*self.see(batch, u)))
+            views = self.see(batch, u)
+            z, turns = self.embedded(self.net(*views))
+            return z, {"turns": turns, "targets": self.targets(views[0])}
 
     def embedded(self, out: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """What `embed` returns, from what the network returns."""
+        """The embeddings and the head's numbers, from what the network returns."""
         z, turns = out if isinstance(out, tuple) else (out, None)
         z = z.to(torch.promote_types(z.dtype, torch.float32))
         return z, None if turns is None else turns.unflatten(0, (self.views.turns, -1))
+
+    @torch.no_grad()
+    def targets(self, views: Tensor) -> Tensor | None:
+        """The teacher's embeddings of the global views, which come first in their batch; None without a teacher."""
+        if self.teacher is None:
+            return None
+        z, _ = self.embedded(self.teacher(self.global_of(views)))
+        return z.unflatten(0, (GLOBAL, -1))
+
+    def global_of(self, views: Tensor) -> Tensor:
+        """The global views of the batch that holds them, which may hold a blend as well."""
+        return views[: GLOBAL * len(views) // self.views.passes[0]]
 
     def see(self, batch: Batch, u: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The views of a batch of images, one tensor for each size."""

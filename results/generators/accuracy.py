@@ -463,6 +463,9 @@ STRONG = {  # what a cell of the study changes, in words
             "size20": "local views of 20×20",
             "crop.08": "global crops from 0.08 on",
             "solarize": "solarized second view",
+            "average.999": "an average of the weights, decay 0.999",
+            "teacher.99": "a teacher, decay 0.99",
+            "teacher.996": "a teacher, decay 0.996",
         }.items()
     },
     "lars-weak-first": "LARS, and no change of colours in the first view",

@@ -124,28 +124,29 @@ def compare_network(*, stem: str, batch: int, size: int, device: str, bf16: bool
 
 
 def compare_embedding() -> None:
-    """The embeddings of views of two sizes and of blends, their gradient from two readers, and the running statistics,
-    with and without the hand-written encoder pass."""
+    """The embeddings of views of two sizes and of blends, their gradient from two readers, the teacher's embeddings, and
+    the running statistics, with and without the hand-written encoder pass."""
     from steps import draw, make_step, small_net
 
-    from curvssl.gpu.steps import FastStep, copies_of
+    from curvssl.gpu.steps import FastStep
 
-    many = {"local": 1, "alpha_chord": 1.0}
+    many = {"local": 1, "alpha_chord": 1.0, "average": 0.9, "teacher": True}
     plain, quick = (
         make_step("curvssl", "eager", torch.device("cpu"), net=small_net("resnet18"), **many) for _ in range(2)
     )
     rows, u = torch.arange(6), draw(plain, 6)
     fast = FastStep(quick, "captured")
     fast._compiled = lambda function, **_: function  # type: ignore[method-assign]
-    pairs = copies_of(*plain.embed(rows, u), 2), fast._embed_by_hand()(rows, u, 2)
-    for copies in pairs:
-        torch.autograd.backward(copies, [torch.ones_like(copies[0]), copies[1].detach()])
-    for mine, theirs in zip(*pairs, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+    z, beside = plain.embed(rows, u)
+    copies, targets = fast._embed_by_hand()(rows, u, 2)
+    torch.testing.assert_close((*copies, targets), (z, z, beside["targets"]), rtol=1e-3, atol=1e-3)
+    torch.autograd.backward(copies, [torch.ones_like(z), copies[1].detach()])
+    z.backward(1 + z.detach())
     for mine, theirs in zip(quick.net.parameters(), plain.net.parameters(), strict=True):
         assert float((mine.grad - theirs.grad).norm()) <= 1e-2 * float(theirs.grad.norm()) + 1e-3
-    for mine, theirs in zip(quick.net.buffers(), plain.net.buffers(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+    for one, other in ((quick.net, plain.net), (quick.teacher, plain.teacher)):
+        for mine, theirs in zip(one.buffers(), other.buffers(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
 
 
 def test_kernels_equal_torchs_layers_in_tritons_interpreter() -> None:

@@ -93,10 +93,14 @@ def test_the_second_step_of_a_process_is_compiled_even_if_a_function_may_be_comp
         ("curvssl", "captured", False, "resnet-mini", {"alpha_turn": 3.0}),
         ("barlow-twins", "captured", False, "resnet18", {"local": 3}),
         ("barlow-twins", "captured", False, "resnet18", {"local": 1, "alpha_path": 20.0}),
+        ("barlow-twins", "captured", False, "resnet18", {"local": 2, "average": 0.9, "teacher": True}),
+        ("curvssl", "captured", True, "resnet18", {"local": 2, "alpha_chord": 2.0, "average": 0.9, "teacher": True}),
+        ("kernel-curvssl", "captured", False, "resnet-mini", {"average": 0.9, "teacher": True}),
+        ("vicreg", "compiled", False, "resnet-mini", {"average": 0.9}),
     ],
 )
 def test_compiled_and_captured_steps_train_as_eager_ones_do(
-    method: str, mode: str, bf16: bool, encoder: str, many: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    method: str, mode: str, bf16: bool, encoder: str, many: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     device = torch.device("cuda")
@@ -139,8 +143,12 @@ def check_agreement(step: Step, eager: Step, *, start: Net, bf16: bool) -> None:
         assert step.means()[name] == pytest.approx(value, rel=2e-2 if bf16 else 2e-3, abs=3e-2), name
     assert float(step.gradient_norm()) == pytest.approx(float(eager.gradient_norm()), rel=0.1 if bf16 else 0.02)
     first = parameters_to_vector(start.parameters()).detach().to(step.device)
-    ours, theirs = (parameters_to_vector(one.net.parameters()).detach() - first for one in (step, eager))
-    assert float((ours - theirs).norm()) <= (0.6 if bf16 else 0.1) * float(theirs.norm())
+    nets = [(step.net, eager.net)]
+    if step.average is not None and eager.average is not None:
+        nets.append((step.average.net, eager.average.net))
+    for pair in nets:
+        ours, theirs = (parameters_to_vector(net.parameters()).detach() - first for net in pair)
+        assert float((ours - theirs).norm()) <= (0.6 if bf16 else 0.1) * float(theirs.norm())
 
 
 @pytest.mark.gpu

@@ -54,7 +54,7 @@ def outcome(name: str, network: nn.Module, x: Tensor) -> Outcome:
     loss: Any = (LOSSES | MANY)[name]
     z = network(x.flatten(0, 1)).unflatten(0, x.shape[:2])
     t = x[0, :, 0].sigmoid()  # any number between 0 and 1 for each image
-    terms = loss.terms_of(z, t) if name in MANY else loss.terms(z[0], z[1])
+    terms = loss.terms_of(z, t=t) if name in MANY else loss.terms(z[0], z[1])
     value = loss.weigh(terms)
     value.backward()
     gradients = {name.removeprefix("module."): p.grad for name, p in network.named_parameters()}

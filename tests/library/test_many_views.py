@@ -33,6 +33,11 @@ def test_every_pair_has_a_global_view_and_comes_once() -> None:
     assert len(pairs(6)) == len(both_orders) == 9
 
 
+def test_every_target_is_compared_with_all_views_but_its_own() -> None:
+    assert pairs(2, both=True) == [(0, 1), (1, 0)]
+    assert pairs(4, both=True) == [(0, 1), (0, 2), (0, 3), (1, 0), (1, 2), (1, 3)]
+
+
 @pytest.mark.parametrize("n", [0, 1, 4])
 def test_barlow_twins_over_views_is_half_the_global_pair_and_half_the_mean_of_the_others(n: int) -> None:
     z = views(n)
@@ -56,6 +61,27 @@ def test_any_other_term_over_views_is_that_mean_of_what_it_is_for_two(n: int) ->
     z = views(n)
     for loss in (VICRegLoss(), Agreement()):
         torch.testing.assert_close(loss(*z), double_loop(loss, z), rtol=1e-12, atol=0)
+
+
+def against(targets: Tensor, loss: Loss, z: Tensor) -> Tensor:
+    """Half the mean over each global view and the target of the other one, half that over targets and local views."""
+    together = torch.stack([loss(targets[g], z[1 - g]) for g in (0, 1)]).mean()
+    apart = [loss(targets[g], view) for g in (0, 1) for view in z[2:]]
+    return (together + torch.stack(apart).mean()) / 2 if apart else together
+
+
+@pytest.mark.parametrize("n", [0, 3])
+@pytest.mark.parametrize("loss", [BarlowTwinsLoss(lambda_emb=0.3), VICRegLoss()])
+def test_with_targets_each_view_is_compared_with_them_and_not_with_other_views(loss: Loss, n: int) -> None:
+    z, targets = views(n), views(0) + 0.3 * views(0).roll(1, 1)
+    terms = loss.terms_of(z, targets=targets)
+    torch.testing.assert_close(loss.weigh(terms), against(targets, loss, z), rtol=1e-12, atol=0)
+
+
+def test_with_targets_curvature_is_aligned_with_that_of_the_other_views_target() -> None:
+    z, targets, loss = views(2), views(0) + 0.3 * views(0).roll(1, 1), Curvature(k=3)
+    terms = loss.terms_of(z, targets=targets)
+    torch.testing.assert_close(loss.weigh(terms), against(targets, loss, z[:2]), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("loss", [CurvSSLLoss(k=3), KernelCurvSSLLoss(k=3), Curvature(k=3)])
@@ -136,14 +162,14 @@ def test_the_path_of_views_is_the_loop_over_middle_views() -> None:
     ends = np.concatenate(z[:2])
     z0, z1, middle = (z - ends.mean(0)) / (ends.std(0) + 1e-5)
     half = torch.full((len(z0),), 0.5, dtype=torch.float64)
-    value = ViewPath().exactly(torch.from_numpy(z), half)
+    value = ViewPath().exactly(torch.from_numpy(z), t=half)
     np.testing.assert_allclose(value, [np.mean((middle - (z0 + z1) / 2) ** 2)], rtol=1e-12)
 
 
 def test_a_loss_with_the_chord_is_the_sum_of_both() -> None:
     z, t = views(2), torch.linspace(0, 1, 12, dtype=torch.float64)
     loss = Sum(CurvSSLLoss(k=3), (7.0, Chord()))
-    terms = loss.terms_of(z, t)  # the last view are the blends
+    terms = loss.terms_of(z, t=t)  # the last view are the blends
     expected = CurvSSLLoss(k=3)(*z[:3]) + 7 * Chord()(z[0], z[3], t)
     torch.testing.assert_close(loss.weigh(terms), expected)
     with pytest.raises(ValueError, match="the chord needs the embeddings of blends"):

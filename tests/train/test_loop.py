@@ -190,6 +190,24 @@ def test_a_run_with_local_views_and_blends_goes_on_to_the_same_weights(tmp_path:
     assert {"chord", "turn", "turn_accuracy"} <= rows(tmp_path / "whole")[0].keys()
 
 
+def test_a_run_with_a_teacher_goes_on_to_the_same_weights_which_are_the_average(
+    tmp_path: Path, stop_at: Callable[[int], None]
+):
+    taught = dataclasses.replace(TINY, average=0.8, teacher=True, epochs=1, checkpoint_seconds=0.0)
+    whole = pretrain(taught, out=tmp_path / "whole", progress=False)
+    stop_at(4)
+    with pytest.raises(Stopped, match="SIGINT"):
+        pretrain(taught, out=tmp_path / "stopped", progress=False)
+    stop_at(-1)
+    pretrain(taught, out=tmp_path / "stopped", progress=False)
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
+    last = whole.load_checkpoint()
+    assert last is not None
+    kept = whole.load_net().state_dict()
+    torch.testing.assert_close(kept, last["average"], rtol=0, atol=0)
+    assert not torch.equal(kept["encoder.stem.0.weight"], last["net"]["encoder.stem.0.weight"])
+
+
 @pytest.mark.parametrize("lag", [1, 9, 10, 15])
 def test_rows_that_are_read_some_steps_later_are_the_same_rows(
     lag: int, whole: Path, tmp_path: Path, stop_at: Callable[[int], None], monkeypatch: pytest.MonkeyPatch

@@ -124,6 +124,48 @@ def test_a_step_of_many_views_is_the_double_loop_over_pairs_of_single_passes():
     torch.testing.assert_close(step.z, torch.cat((z0, z1)).detach(), rtol=1e-4, atol=1e-4)
 
 
+def test_a_teacher_is_the_average_of_the_weights_and_its_global_views_are_the_targets():
+    step = make_step("barlow-twins", "eager", torch.device("cpu"), local=2, alpha_chord=3.0, average=0.9, teacher=True)
+    rows, u = torch.arange(BATCH), draw(step, BATCH)
+    step(rows, u, 1e-3)
+    assert step.average is not None
+    for average, first, now in zip(*(n.parameters() for n in (step.average.net, small_net(), step.net)), strict=True):
+        torch.testing.assert_close(average, 0.9 * first + 0.1 * now)
+    student, teacher = small_net(), small_net()
+    student.load_state_dict(step.net.state_dict())
+    teacher.load_state_dict(step.average.net.state_dict())
+    step.reset()
+    step(rows, u, 1e-3)
+    big, small = step.views(load("digits").train.images.pixels[rows], u)
+    z0, z1, blended, *local = (student(view) for batch in (big, small) for view in batch.split(BATCH))
+    t0, t1 = (teacher(view).detach() for view in big.split(BATCH)[:2])
+    twins = losses.BarlowTwinsLoss(lambda_emb=demo().lambda_emb)
+    together = (twins(t0, z1) + twins(t1, z0)) / 2
+    apart = torch.stack([twins(t, z) for t in (t0, t1) for z in local]).mean()
+    loss = (together + apart) / 2 + 3 * losses.Chord()(z0, blended, u[-1].flatten())
+    loss.backward()
+    assert step.means()["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    for ours, theirs in zip(step.net.parameters(), student.parameters(), strict=True):
+        assert float((ours.grad - theirs.grad).norm()) < 1e-2 * float(theirs.grad.norm()) + 1e-3
+    torch.testing.assert_close(dict(step.average.net.named_buffers()), dict(teacher.named_buffers()))
+
+
+def test_an_average_that_does_not_teach_changes_nothing_of_the_training_and_averages_running_statistics_too():
+    plain, averaged = (make_step("vicreg", "eager", torch.device("cpu"), average=decay) for decay in (0.0, 0.5))
+    expected = {name: value.clone() for name, value in small_net().state_dict().items()}
+    for s in range(3):
+        for step in (plain, averaged):
+            step(torch.arange(BATCH) + s, draw(step, BATCH), 1e-3)
+        for name, value in plain.net.state_dict().items():
+            expected[name] = (expected[name] + value) / 2 if value.is_floating_point() else value
+    torch.testing.assert_close(averaged.net.state_dict(), plain.net.state_dict(), rtol=0, atol=0)
+    assert averaged.average is not None
+    found = averaged.average.net.state_dict()
+    for name, value in expected.items():
+        if value.is_floating_point():
+            torch.testing.assert_close(found[name], value)
+
+
 def test_a_middle_view_is_compared_with_the_global_ones_and_with_nothing_else():
     step = make_step("barlow-twins", "eager", torch.device("cpu"), local=1, alpha_path=3.0)
     rows, u, net = torch.arange(BATCH), draw(step, BATCH), small_net()
