@@ -124,7 +124,7 @@ def compare_network(*, stem: str, batch: int, size: int, device: str, bf16: bool
 
 
 def compare_embedding() -> None:
-    """The embeddings of views of two sizes and of blends, their gradient from two readers, the teacher's embeddings, and
+    """The embeddings of views of two sizes and of blends, their gradient from two readers, the teacher's embeddings and
     the running statistics, with and without the hand-written encoder pass."""
     from steps import draw, make_step, small_net
 
