@@ -33,6 +33,8 @@ VIEWS: dict[str, dict[str, Any]] = {  # the same objective over more views
 }
 TWINS = {"method": "barlow-twins"}
 FAST = {**TWINS, "projector_width": 2048, "projector_depth": 3, "d_z": 1024}  # as in the preset fast-cifar10
+FAST_VIEWS: dict[str, dict[str, Any]] = {"fast": {}, "fast, local views": {"local_views": 4}}
+TAUGHT = {"average": 0.99, "teacher": True}
 # The arms of docs/curvature.md whose step is another one, behind their baseline; their names are those of RATIOS in
 # studies.py.
 ARMS: list[tuple[str, dict[str, dict[str, Any]]]] = [
@@ -61,7 +63,17 @@ ARMS: list[tuple[str, dict[str, dict[str, Any]]]] = [
     ),
     *(
         ("small", {name: {**FAST, **views}, f"{name}, kernel": {**FAST, **views, "method": "kernel-curvssl"}})
-        for name, views in (("fast", {}), ("fast, local views", {"local_views": 4}))
+        for name, views in FAST_VIEWS.items()
+    ),
+    *(
+        (
+            "small",
+            {
+                f"{name}, teacher": {**FAST, **views, **TAUGHT},
+                f"{name}, flow": {**FAST, **views, **TAUGHT, "arm": {"alpha": 0.5, "term": "flow", "k": 5}},
+            },
+        )
+        for name, views in FAST_VIEWS.items()
     ),
 ]
 
@@ -121,6 +133,7 @@ def make_step(
         images=images(device="cuda"),
         device=device,
         bf16=True,
+        average=loop.make_average(config, net),
     )
     order = torch.randperm(IMAGES, device=device)
     numbers = torch.Generator(device=device)

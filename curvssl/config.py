@@ -159,8 +159,6 @@ class PretrainConfig(LossSettings):
             raise UserError(f"average={self.average} needs to be 0 or more, and below 1")
         if self.teacher and not self.average:
             raise UserError("the teacher is an average of the weights: give average=0.99, say")
-        if self.teacher and self.method == OWN:
-            raise UserError("a teacher is for a named method: an own criterion compares views with each other")
         _within("holdout", self.holdout, 0, 0.5)
         if self.k < 2:
             raise UserError(f"k={self.k} has no pair of neighbours: use 2 or more")

@@ -15,7 +15,7 @@ from curvssl.collectives import total, world_size
 from curvssl.config import PretrainConfig
 from curvssl.geometry import check_k, edge_scores, neighbors_of
 from curvssl.kernels import product, unit
-from curvssl.losses import GLOBAL, Curvature, Loss, Sum, among_all, standardise
+from curvssl.losses import GLOBAL, BarlowTwinsLoss, Curvature, Loss, Sum, among_all, standardise
 from curvssl.methods import METHODS
 
 BANK = 4096  # embeddings of each view that the bank keeps
@@ -24,11 +24,11 @@ TEMPERATURE = 0.5  # SimCLR's for CIFAR-10
 
 @dataclass(frozen=True)
 class Arm:
-    """A criterion: a loss and, if α is not 0, a term of curvature with this weight."""
+    """A criterion: a loss and, if α is not 0, a term of curvature with this weight, or a flow of this length."""
 
     loss: str  # a method, with the settings of the cell's configuration, or nt-xent
     alpha: float = 0.0
-    term: str = "curvature"  # curvature, profile or bank
+    term: str = "curvature"  # curvature, profile or bank; or flow, which is for Barlow Twins alone
     k: int = 10
     kernel: str | None = None  # none: the curvature of Eq. (6); a profile has no other
     late: bool = False  # whether α rises from 0 to its value over the second half of the run
@@ -38,7 +38,10 @@ class Arm:
             loss: Loss = NTXent()
         else:
             method = METHODS[self.loss]
-            loss = method.make(**{name: getattr(config, name) for name in method.settings})
+            settings = {name: getattr(config, name) for name in method.settings}
+            if self.term == "flow":
+                return Flow(d=config.d_z, share=self.alpha, k=self.k, **settings)
+            loss = method.make(**settings)
         if not self.alpha:
             return loss
         terms: dict[str, Callable[[], Loss]] = {
@@ -145,3 +148,35 @@ class Bank(Curvature):
         self.bank.copy_(torch.cat((everyone, self.bank), 1)[:, :size])
         self.filled.add_(everyone.shape[1]).clamp_(max=size)
         return numbers
+
+
+class Flow(BarlowTwinsLoss):
+    """Barlow Twins with targets that flow along their mean curvature: for those of a teacher (`--teacher`).
+
+        t_i + r H_i,   H_i = mean over a of q_a − t_i
+
+    q_a are the k of the last `size` targets whose directions are nearest to that of t_i; all are standardised. H is the
+    discrete mean-curvature vector, and points to where the targets are dense. With r = 1 the target of an image is the
+    mean of its neighbours. Until the bank of targets of the first view is full, r is 0.
+    """
+
+    bank: Tensor
+    filled: Tensor
+
+    def __init__(self, *, d: int, share: float, k: int = 5, size: int = BANK, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.share, self.k = share, k
+        self.register_buffer("bank", torch.zeros(size, d))
+        self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
+
+    def over_views(self, z: Tensor, targets: Tensor | None, blended: Tensor | None, t: Tensor | None) -> Tensor:
+        if targets is None:
+            raise ValueError("a flow moves the targets of a teacher: train with teacher=True")
+        targets = standardise(targets, eps=self.eps)
+        bank, size = self.bank.to(targets.dtype), len(self.bank)
+        near = product(targets.flatten(0, 1), unit(bank).mT).topk(self.k).indices
+        flow = bank[near].mean(1).unflatten(0, targets.shape[:2]) - targets
+        moved = targets + self.share * torch.where(self.filled == size, flow, 0)
+        self.bank.copy_(torch.cat((among_all(targets)[0][0], bank))[:size])
+        self.filled.add_(z.shape[1] * world_size()).clamp_(max=size)
+        return super().over_views(z, moved, blended, t)

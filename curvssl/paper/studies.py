@@ -212,6 +212,7 @@ def strong() -> Study:
         "average.999": {"average": 0.999},
         "teacher.99": {"average": 0.99, "teacher": True},
         "teacher.996": {"average": 0.996, "teacher": True},
+        "teacher.99-weak-first": {"average": 0.99, "teacher": True, **weak_first},
     }
     changes |= {f"lars-{name}-local.1-.4": {**best, **change} for name, change in further.items()}
     longer = {"epochs": 150, "warmup_epochs": 10}
@@ -391,7 +392,8 @@ def curvature_arms() -> dict[str, Cell]:
 
 
 def curvature_fast() -> dict[str, Cell]:
-    """The third stage: the term and the chord on a strong recipe, with two views and with six, at 40 epochs."""
+    """The third stage, on a strong recipe, with two views and with six, at 40 epochs: the term, the chord and the flow,
+    whose baseline has a teacher as well."""
     short: dict[str, Any] = {"epochs": 40, "warmup_epochs": 4, "holdout": 0.1, "monitor_every": 0}
     arms = Arms(dataclasses.replace(fast_cifar10(), **short))
     recipes: dict[str, dict[str, Any]] = {"fast": {"local_views": 0}, "fast, local views": {}}
@@ -403,6 +405,11 @@ def curvature_fast() -> dict[str, Cell]:
             arms.add(f"{cell}-kernel-alpha{alpha:g}", over=cell, step=f"{name}, kernel", **term)
         for alpha in (100.0, 300.0):
             arms.add(f"{cell}-chord{alpha:g}", over=cell, step=f"{name}, chord", alpha_chord=alpha, **views)
+        taught: dict[str, Any] = {"average": 0.99, "teacher": True, **views}
+        arms.add(f"{cell}-teacher", **taught)
+        for share, k in ((0.5, 5), (1.0, 5), (0.5, 20)):
+            arm = Arm("barlow-twins", share, "flow", k=k)
+            arms.add(f"{cell}-flow{share:g}-k{k}", over=f"{cell}-teacher", arm=arm, **taught)
     return arms.cells()
 
 

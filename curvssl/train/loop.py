@@ -34,7 +34,7 @@ from curvssl.data.views import Augment, Views
 from curvssl.files import lock
 from curvssl.losses import Chord, Loss, Sum, Turn, ViewPath
 from curvssl.methods import METHODS, OWN
-from curvssl.models import full_precision
+from curvssl.models import Net, full_precision
 from curvssl.rundir import AGAIN, Run, provenance
 from curvssl.train import watch
 from curvssl.train.own import keep_own
@@ -77,6 +77,8 @@ def pretrain(
         if getattr(config, name) == OWN and part is None:
             what = {"method": "criterion", "encoder": "encoder", "dataset": "images"}[name]
             raise UserError(f"{name} own is what was given in Python: call curvssl.pretrain(config, {what}=…)")
+    if config.teacher and criterion is not None and not isinstance(criterion, Loss):
+        raise UserError("a teacher's targets are for the losses of curvssl: your criterion (z0, z1) would not see them")
     path = Path(out or default_out(config))
     # Only rank 0 writes, and only rank 0 needs to see the run directory.
     with ranks.ranks(pick_device(config.device)) as device:
@@ -179,7 +181,7 @@ def _train(
         mode=mode,
     )
     views = make_views(config, data).to(device)
-    average = Average(net, decay=config.average, teacher=config.teacher) if config.average else None
+    average = make_average(config, net)
     kept = net if average is None else average.net  # the network that the run is for
     seen_per_step = config.batch_size * sum(views.passes)
     fits = not ranks.any_rank(not memory.fits(pool, device=device))
@@ -372,6 +374,10 @@ def make_criterion(config: PretrainConfig) -> nn.Module:
     ]
     added = [(weight, term) for weight, term in added if weight]
     return Sum(loss, *added) if added else loss
+
+
+def make_average(config: PretrainConfig, net: Net) -> Average | None:
+    return Average(net, decay=config.average, teacher=config.teacher) if config.average else None
 
 
 def make_views(config: PretrainConfig, data: Dataset) -> Views:

@@ -269,6 +269,20 @@ def test_the_arms_of_the_study_of_curvature_are_captured_with_their_schedule_and
             step(rows, u, 1e-5)
 
 
+@pytest.mark.gpu
+def test_a_flow_of_a_teachers_targets_is_captured_with_its_bank():
+    eager, step = (
+        make_step("own", mode, torch.device("cuda"), net=small_net(), local=2, average=0.9, teacher=True,
+                  criterion=arms.Flow(d=16, share=0.5, size=3 * BATCH, lambda_emb=0.1).cuda())
+        for mode in ("eager", "captured")
+    )  # fmt: skip
+    for one in (eager, step):
+        take(one, 8)
+    assert step.mode == "captured"
+    assert step.means() == pytest.approx(eager.means(), rel=2e-2, abs=5e-2)  # other neighbours where two are as near
+    assert int(step.criterion.filled) == 3 * BATCH
+
+
 # ---- a user's own criterion ----
 
 

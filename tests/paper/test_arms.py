@@ -15,9 +15,9 @@ from pipeline import TINY, one_thread, rows, weights
 from torch import Tensor, nn
 
 from curvssl.config import UserError
-from curvssl.losses import Curvature
+from curvssl.losses import BarlowTwinsLoss, Curvature
 from curvssl.paper import reproduce, studies
-from curvssl.paper.arms import Arm, Bank, NTXent, Profile
+from curvssl.paper.arms import Arm, Bank, Flow, NTXent, Profile
 from curvssl.paper.studies import Cell
 from curvssl.train.loop import Stopped, pretrain
 
@@ -91,6 +91,53 @@ def test_a_bank_seeks_neighbours_among_the_last_embeddings_too_and_gives_them_no
     way = views(3).detach()
     slope = [loss_of((z + h * way).detach().numpy(), old.numpy()) / (2 * h) for h in (1e-5, -1e-5)]
     assert float((torch.autograd.grad(loss, z)[0] * way).sum()) == pytest.approx(sum(slope), rel=1e-3)
+
+
+def test_a_flow_moves_targets_towards_the_mean_of_their_neighbours_in_a_bank_that_is_full():
+    exact = {"eps": 1e-12}  # standardising twice is then standardising once
+    flow, twins = Flow(d=6, share=0.7, k=3, size=40, **exact).double(), BarlowTwinsLoss(**exact)
+    seen = [views(seed).detach() for seed in range(3)]
+    for targets in seen[:2]:  # 48 of the first view in the end, so that nothing flows yet
+        z = views(9)
+        terms = flow.terms_of(z, targets=targets)
+        torch.testing.assert_close(flow.weigh(terms), twins.weigh(twins.terms_of(z, targets=targets)))
+    old, targets = np.concatenate((standard(seen[1])[0], standard(seen[0])[0]))[:40], standard(seen[2])
+    np.testing.assert_allclose(flow.bank, old)  # the newest first, as many as there is room
+    moved = np.empty_like(targets)
+    for g, i in np.ndindex(2, 24):
+        cosines = old @ targets[g, i] / np.linalg.norm(old, axis=1)
+        moved[g, i] = 0.3 * targets[g, i] + 0.7 * old[np.argsort(-cosines)[:3]].mean(0)
+    z = views(9)
+    loss = flow.weigh(flow.terms_of(z, targets=seen[2]))
+    expected = twins.weigh(twins.terms_of(z, targets=torch.from_numpy(moved)))
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
+    torch.testing.assert_close(*(torch.autograd.grad(of, z)[0] for of in (loss, expected)))
+    with pytest.raises(ValueError, match="moves the targets of a teacher: train with teacher=True"):
+        flow(*z)
+
+
+def standard(z: Tensor) -> np.ndarray:
+    x = z.numpy()
+    return (x - x.mean(1, keepdims=True)) / (x.std(1, keepdims=True) + 1e-12)
+
+
+def test_a_run_without_any_flow_is_barlow_twins_with_a_teacher_and_a_criterion_that_sees_no_targets_is_refused(
+    tmp_path: Path,
+):
+    taught = dataclasses.replace(OWN, average=0.9, teacher=True)
+    named = pretrain(
+        dataclasses.replace(taught, method="barlow-twins"), out=tmp_path / "named", progress=False, encoder=flat()
+    )
+    losses = {}
+    for share in (0.0, 0.5):
+        flow = Flow(d=OWN.d_z, share=share, size=320, lambda_emb=OWN.lambda_emb)
+        run = pretrain(taught, out=tmp_path / f"{share}", progress=False, criterion=flow, encoder=flat())
+        losses[share] = [row["loss"] for row in rows(run.path)]
+    expected = [row["loss"] for row in rows(named.path)]
+    assert losses[0.0] == pytest.approx(expected, rel=1e-4)
+    assert losses[0.5] != pytest.approx(expected, rel=1e-2)
+    with pytest.raises(UserError, match="a teacher's targets are for the losses of curvssl"):
+        pretrain(taught, out=tmp_path / "own", progress=False, criterion=nn.MSELoss(), encoder=flat())
 
 
 def test_a_late_term_has_no_weight_in_the_first_half_and_a_stopped_run_goes_on_with_its_schedule(

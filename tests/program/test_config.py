@@ -21,7 +21,7 @@ from curvssl.config import (
     demo,
     unknown,
 )
-from curvssl.methods import METHODS, OWN
+from curvssl.methods import METHODS
 
 PAPER = {
     "optimizer": "adam",
@@ -123,7 +123,6 @@ def test_a_mistyped_choice_is_answered_with_the_nearest_one(name: str):
         ({"gamma": "medin"}, "unknown gamma 'medin'; did you mean 'median'"),
         ({"average": 1.0}, "average=1.0 needs to be 0 or more, and below 1"),
         ({"teacher": True}, "the teacher is an average of the weights: give average=0.99, say"),
-        ({"teacher": True, "average": 0.9, "method": OWN}, "a teacher is for a named method"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_when_the_configuration_is_made(setting: dict[str, Any], said: str):
