@@ -190,8 +190,7 @@ class Step:
 
     def embed(self, batch: Batch, u: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The embeddings of all views, one below the other: (V · b, d), at least in float32. The first two are global,
-        then come local ones, then blends. And the teacher's embeddings of the global views, (2, b, d), if there is
-        one."""
+        then come local ones, then blends. With a teacher, also its embeddings of the global views, (2, b, d)."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             views = self.see(batch, u)
             return at_least_float32(self.net(*views)), self.targets(views[0])
