@@ -123,12 +123,10 @@ class PretrainConfig(LossSettings):
     checkpoint_seconds: float = 60.0  # a checkpoint is written when this much time has passed
 
     local_views: int = 0  # small views beside the two global ones, each compared with both
-    local_size: int = 16  # local views, and turned ones, are this many pixels wide and high
+    local_size: int = 16  # local views are this many pixels wide and high
     local_crop_scale: tuple[float, float] = (0.05, 0.25)  # share of the image's area that a local view covers
     alpha_chord: float = 0.0  # weight of the chord, for which a blend of two images is one more view; 0 leaves it out
     alpha_path: float = 0.0  # weight of the path, for which a view midway between the global ones is one more; 0: none
-    alpha_turn: float = 0.0  # weight of telling by how many quarters some more small views were turned; 0 leaves it out
-    turned_views: int = 4  # number of views that are turned, if alpha_turn is not 0
 
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     second: Colours = field(default_factory=Colours)
@@ -143,7 +141,7 @@ class PretrainConfig(LossSettings):
         for name, known in CHOICES.items():
             if getattr(self, name) not in (*known, OWN if name == "method" else None):
                 raise unknown(name, getattr(self, name), known)
-        for name in ("epochs", "local_size", "turned_views", "projector_width", "projector_depth", "d_z"):
+        for name in ("epochs", "local_size", "projector_width", "projector_depth", "d_z"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} needs to be 1 or more")
         for name in ("lr", "eps"):
@@ -151,7 +149,7 @@ class PretrainConfig(LossSettings):
                 raise UserError(f"{name}={getattr(self, name)} needs to be a positive number")
         weights = [name for name, setting in SETTINGS.items() if isinstance(setting.default, float)]
         counts = ("limit", "batch_size", "image_size", "local_views", "monitor_every", "checkpoint_seconds", "seed")
-        for name in (*weights, "alpha_chord", "alpha_path", "alpha_turn", "weight_decay", "warmup_epochs", *counts):
+        for name in (*weights, "alpha_chord", "alpha_path", "weight_decay", "warmup_epochs", *counts):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise UserError(f"{name}={getattr(self, name)} needs to be 0 or more")
         _within("momentum", self.momentum, 0, 1)
@@ -166,7 +164,7 @@ class PretrainConfig(LossSettings):
             raise UserError(f"batch_size={self.batch_size} needs more than k={self.k}: lower k or raise batch_size")
         if self.alpha_chord and self.batch_size % 2:
             raise UserError(f"batch_size={self.batch_size} has no pairs to blend for alpha_chord: use an even number")
-        for name, seen in (("alpha_chord", "blends"), ("alpha_path", "middle view"), ("alpha_turn", "turned views")):
+        for name, seen in (("alpha_chord", "blends"), ("alpha_path", "middle view")):
             if getattr(self, name) and self.method == OWN:
                 raise UserError(f"{name}={getattr(self, name)} is for a named method: an own criterion sees no {seen}")
         if self.alpha_path and self.alpha_chord:
@@ -175,7 +173,7 @@ class PretrainConfig(LossSettings):
             )
         if self.second_augment() != self.augment and self.alpha_path:  # their settings are checked
             raise UserError("alpha_path needs two global views that are made alike: leave out what `second` changes")
-        if self.local_views or self.alpha_turn:
+        if self.local_views:
             self.local_augment()
         if self.warmup_epochs > self.epochs:
             raise UserError(f"warmup_epochs={self.warmup_epochs} is longer than the run's epochs={self.epochs}")
@@ -211,10 +209,6 @@ class PretrainConfig(LossSettings):
     def local_augment(self) -> AugmentConfig:
         """How a local view is made: as the first global one, but for its crop and what `local` says."""
         return _changed(self.augment, self.local, what="local views", crop_scale=self.local_crop_scale)
-
-    def turned_augment(self) -> AugmentConfig:
-        """How a view that is turned is made: as a local one, but of a crop like a global one's, to hold an object."""
-        return _changed(self.augment, self.local, what="turned views")
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -31,7 +31,6 @@ from curvssl.kernels import (
 )
 
 GLOBAL = 2  # the first views are global, the others local
-TURNS = 4  # quarters in a full turn
 
 
 class Loss(nn.Module):
@@ -82,23 +81,20 @@ class Loss(nn.Module):
             z = torch.stack((z0, z1, *local))
         return {name: checked(number, z) for name, number in self.terms_of(z).items()}
 
-    def terms_of(self, z: Tensor, **beside: Tensor | None) -> dict[str, Tensor]:
+    def terms_of(self, z: Tensor, *, targets: Tensor | None = None, t: Tensor | None = None) -> dict[str, Tensor]:
         """`terms` of all views in one tensor (V, b, d), with what `exactly` takes beside them."""
         return {
             name: number
             for _, part in self.parts()
-            for name, number in zip(part.names, part.exactly(z, **beside), strict=True)
+            for name, number in zip(part.names, part.exactly(z, targets=targets, t=t), strict=True)
         }
 
-    def exactly(
-        self, z: Tensor, *, targets: Tensor | None = None, t: Tensor | None = None, turns: Tensor | None = None
-    ) -> Tensor:
-        """`over_views` in at least float32. With t (b,), the last of the views are blends. `turns` are what `Turn`
-        reads."""
+    def exactly(self, z: Tensor, *, targets: Tensor | None = None, t: Tensor | None = None) -> Tensor:
+        """`over_views` in at least float32. With t (b,), the last of the views are blends."""
         if z.shape[1] * world_size() < 2:
             raise ValueError("a batch of 1 has no statistics: use 2 or more images")
         with torch.autocast(z.device.type, enabled=False):
-            z = z.to(torch.promote_types(z.dtype, torch.float32))
+            z = at_least_float32(z)
             targets = None if targets is None else targets.to(z.dtype)
             if t is None:
                 return self.over_views(z, targets, None, None)
@@ -292,32 +288,6 @@ class ViewPath(Loss):
         return {"path": 1.0}
 
 
-class Turn(Loss):
-    """Cross-entropy of a head that says by how many quarters a small view was turned (Dangovski et al., 2022).
-
-    What the views' agreement throws away, such as which way is up, stays in the features. `turns` (m, b, 4) are the
-    head's numbers for m turned views; view j of image i was turned by (i + j) mod 4 quarters, so that every view holds
-    all turns. `terms` reports the share of right answers as "turn_accuracy".
-    """
-
-    names = ("turn", "turn_accuracy")
-
-    def exactly(
-        self, z: Tensor, *, targets: Tensor | None = None, t: Tensor | None = None, turns: Tensor | None = None
-    ) -> Tensor:
-        if turns is None:
-            raise ValueError("the turns need a head's numbers for turned views: give the loss those")
-        with torch.autocast(turns.device.type, enabled=False):
-            turns = turns.to(torch.promote_types(turns.dtype, torch.float32))
-            wanted = quarters(*turns.shape[:2], device=turns.device)
-            wrong = nn.functional.cross_entropy(turns.flatten(0, 1), wanted, reduction="sum")
-            right = (turns.detach().flatten(0, 1).argmax(1) == wanted).sum()
-            return total(torch.stack((wrong, right.to(wrong.dtype)))) / (len(wanted) * world_size())
-
-    def weights(self) -> dict[str, float]:
-        return {"turn": 1.0}
-
-
 class Sum(Loss):
     """A loss plus further weighted terms."""
 
@@ -328,11 +298,6 @@ class Sum(Loss):
 
     def parts(self) -> tuple[tuple[float, Loss], ...]:
         return *self.loss.parts(), *zip(self.alphas, self.more, strict=True)  # type: ignore[arg-type]
-
-
-def quarters(views: int, b: int, *, device: torch.device) -> Tensor:
-    """The quarter turns of view j of image i, (i + j) mod 4: (views · b,)."""
-    return (torch.arange(b, device=device) + torch.arange(views, device=device)[:, None]).flatten() % TURNS
 
 
 def partners(x: Tensor) -> Tensor:
@@ -451,6 +416,11 @@ def standardise(z: Tensor, *, eps: float) -> Tensor:
     """(z − μ) / (σ + ε) over the global batch, Eq. (12), with the population's σ, (…, b, d) → (…, b, d)."""
     scale, _, z, deviation = centred(z)
     return z / (deviation + eps * scale)
+
+
+def at_least_float32(z: Tensor) -> Tensor:
+    """What autocast computes in bfloat16 is float32 from here on; float64 stays."""
+    return z.to(torch.promote_types(z.dtype, torch.float32))
 
 
 def check_views(*views: Any) -> None:

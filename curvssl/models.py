@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from curvssl.config import UserError, unknown
-from curvssl.losses import GLOBAL, TURNS
+from curvssl.losses import GLOBAL
 
 
 class ResNetMini(nn.Module):
@@ -159,28 +159,6 @@ def make_projector(d_h: int, *, width: int, depth: int, d_z: int, norm: bool) ->
     return nn.Sequential(*layers)
 
 
-def make_head(d_h: int, *, width: int) -> nn.Module:
-    """The four quarter turns from h: two hidden layers with LayerNorm, as Dangovski et al. have it."""
-    layers: list[nn.Module] = []
-    for _ in range(2):
-        layers += [nn.Linear(d_h, width), nn.LayerNorm(width), nn.ReLU()]
-        d_h = width
-    return nn.Sequential(*layers, nn.Linear(d_h, TURNS))
-
-
-class _Weighed(torch.autograd.Function):
-    """x, whose gradient is multiplied by a number."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: float) -> Tensor:
-        ctx.weight = weight
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.weight * gradient, None
-
-
 class Seen:
     """What the batch holds that a network sees; its BatchNorms read it."""
 
@@ -189,24 +167,17 @@ class Seen:
 
 
 class Net(nn.Module):
-    """z = g(f(x)), the network that is pretrained; perhaps with a head that tells quarter turns from f(x).
+    """z = g(f(x)), the network that is pretrained."""
 
-    `alpha_turn` is the weight of the head's loss. The features get it, and the head itself does not: its gains and
-    biases, whose steps LARS does not fit, would be thrown far off by a large weight.
-    """
-
-    def __init__(
-        self, encoder: nn.Module, projector: nn.Module, head: nn.Module | None = None, *, alpha_turn: float = 1.0
-    ) -> None:
+    def __init__(self, encoder: nn.Module, projector: nn.Module) -> None:
         super().__init__()
-        self.encoder, self.projector, self.head, self.alpha_turn = encoder, projector, head, alpha_turn
+        self.encoder, self.projector = encoder, projector
         self.passes: tuple[int, ...]
-        self.seen, self.passes, self.turns = Seen(), (GLOBAL,), 0
+        self.seen, self.passes = Seen(), (GLOBAL,)
 
-    def forward(self, x: Tensor, *smaller: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """z of the views, and the head's numbers for the turned ones if there are any.
+    def forward(self, x: Tensor, *smaller: Tensor) -> Tensor:
+        """Views of another size are a batch of their own. The encoder sees one batch at a time, the projector all.
 
-        Views of another size are a batch of their own. The encoder sees one batch at a time, the projector all.
         Running statistics are those of the two global views, because the encoder will be used on whole images.
         """
         features = []
@@ -215,19 +186,12 @@ class Net(nn.Module):
             features.append(self.encoder(views))
         return self.project(features)
 
-    def project(self, features: Sequence[Tensor]) -> Tensor | tuple[Tensor, Tensor]:
-        """z of all views: the two global ones, the local ones, then blends, which come in the first batch. The last
-        ones of the second batch are turned, and go to the head."""
-        first, *small = features
-        b = len(first) // self.passes[0]
-        turned = small[0][len(small[0]) - self.turns * b :] if self.turns else None
-        local = [h[: len(h) - self.turns * b] for h in small]
-        self.seen.views, self.seen.counted = sum(self.passes) - self.turns, GLOBAL
-        z = self.projector(torch.cat((first[: GLOBAL * b], *local, first[GLOBAL * b :])) if local else first)
-        if turned is None:
-            return z
-        assert self.head is not None
-        return z, _Weighed.apply(self.head(_Weighed.apply(turned, self.alpha_turn)), 1 / self.alpha_turn)
+    def project(self, features: Sequence[Tensor]) -> Tensor:
+        """z of all views: the two global ones, the local ones, then blends, which come in the first batch."""
+        first, *local = features
+        both = GLOBAL * len(first) // self.passes[0]
+        self.seen.views, self.seen.counted = sum(self.passes), GLOBAL
+        return self.projector(torch.cat((first[:both], *local, first[both:])) if local else first)
 
 
 class PerView:
@@ -254,13 +218,13 @@ class PerView:
         return torch.cat(y)
 
 
-def per_view(net: nn.Module, *, passes: tuple[int, ...] = (GLOBAL,), turns: int = 0) -> None:
+def per_view(net: nn.Module, *, passes: tuple[int, ...] = (GLOBAL,)) -> None:
     """Make every BatchNorm of a network normalise the views in a batch separately in training mode. `passes` are the
-    numbers of views in the batches that the network sees in one step; the last `turns` of them are turned."""
+    numbers of views in the batches that the network sees in one step."""
     seen = Seen()
     for module in net.modules():
         if isinstance(module, Net):
-            module.seen, module.passes, module.turns = seen, passes, turns
+            module.seen, module.passes = seen, passes
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             if not isinstance(module, PerView):
                 kind = type(module)
@@ -280,12 +244,10 @@ def make_net(
     norm: bool,
     seed: int,
     local_size: int | None = None,
-    alpha_turn: float = 0.0,
 ) -> Net:
     """Encoder and projector with weights drawn from the seed; the caller's random state does not change.
 
-    An encoder that is given as a module keeps its weights. `local_size` is that of small views, if there are any; with
-    a weight `alpha_turn` a head tells which way some of them were turned.
+    An encoder that is given as a module keeps its weights. `local_size` is that of local views, if there are any.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -296,8 +258,7 @@ def make_net(
         if local_size is not None:
             feature_dim(f, channels=channels, size=local_size, flag="--local-size")
         g = make_projector(d_h, width=width, depth=depth, d_z=d_z, norm=norm)
-        head = make_head(d_h, width=width) if alpha_turn else None
-    return Net(f, g, head, alpha_turn=alpha_turn or 1.0)
+    return Net(f, g)
 
 
 @torch.no_grad()

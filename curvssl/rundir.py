@@ -305,8 +305,7 @@ class Run:
             d_z=c.d_z,
             norm=c.projector_norm,
             seed=c.seed,
-            local_size=c.local_size if c.local_views or c.alpha_turn else None,
-            alpha_turn=c.alpha_turn,
+            local_size=c.local_size if c.local_views else None,
         )
 
     def load_net(self, *, encoder: "nn.Module | None" = None) -> "Net":

@@ -34,7 +34,7 @@ from curvssl.train import loop as train
 
 METHODS = ("barlow-twins", "vicreg", "curvssl", "kernel-curvssl")
 STEPS = 20
-MANY: dict[str, Any] = {"local_views": 2, "local_size": 6, "alpha_chord": 3.0, "alpha_turn": 2.0, "turned_views": 1}
+MANY: dict[str, Any] = {"local_views": 2, "local_size": 6, "alpha_chord": 3.0}
 MANY |= {"average": 0.9, "teacher": True, "limit": 25}  # of the 27 images
 STOP_AT = 8
 

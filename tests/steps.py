@@ -14,9 +14,9 @@ from curvssl.train.step import Average, Step, make_optimizer
 BATCH = 64
 
 
-def small_net(encoder: str = "resnet-mini", *, alpha_turn: float = 0.0) -> Net:
+def small_net(encoder: str = "resnet-mini") -> Net:
     shape = {"channels": 3, "size": 16, "width": 32, "depth": 2, "d_z": 16, "norm": True, "seed": 0}
-    return make_net(encoder=encoder, stem="small", alpha_turn=alpha_turn, **shape)
+    return make_net(encoder=encoder, stem="small", **shape)
 
 
 def make_step(
@@ -31,14 +31,13 @@ def make_step(
     local: int = 0,
     alpha_chord: float = 0.0,
     alpha_path: float = 0.0,
-    alpha_turn: float = 0.0,
     average: float = 0.0,
     teacher: bool = False,
 ) -> Step:
-    net = (net or small_net(alpha_turn=alpha_turn)).to(device)
+    net = (net or small_net()).to(device)
     data = load("digits")
     settings = {"lr": 1e-3, "weight_decay": 1e-4, "momentum": 0.9, "device": device, "mode": mode}
-    alphas = {"alpha_chord": alpha_chord, "alpha_path": alpha_path, "alpha_turn": alpha_turn}
+    alphas = {"alpha_chord": alpha_chord, "alpha_path": alpha_path}
     config = dataclasses.replace(demo(), method=method, d_z=16, local_views=local, local_size=8, **alphas)
     return loop.make_step(
         mode,

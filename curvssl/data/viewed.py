@@ -17,7 +17,6 @@ from torch import Tensor
 from curvssl.config import UserError
 from curvssl.data.images import AHEAD, CHUNK, Bad, Images, as_read, own_cores, started
 from curvssl.data.views import Views
-from curvssl.losses import TURNS
 
 # Workers must inherit the shared memory, so they have to be forks. Elsewhere the main process makes the views.
 POSSIBLE = sys.platform == "linux"
@@ -34,8 +33,8 @@ def viewed(
     """What `views` makes of the images of each step: from its row numbers (b,) and uniform numbers u, one batch for
     each size. A batch is overwritten after the next one has been asked for."""
     workers = own_cores() if workers is None else workers
-    # Pairs that are blended, and the turns of neighbouring images, must not be torn apart.
-    chunk = min(CHUNK, TURNS * math.ceil(b / (workers * AHEAD * TURNS)))
+    # Pairs that are blended must not be torn apart.
+    chunk = min(CHUNK, 2 * math.ceil(b / (2 * workers * AHEAD)))
     chunks_per_batch, begun = math.ceil(b / chunk), workers * AHEAD
     batches = 2 + (begun - 1) // chunks_per_batch  # the one in use, and those to which the begun chunks belong
     channels = 3 if images.shape[1] == 1 else images.shape[1]

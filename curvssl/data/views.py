@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from curvssl.config import AugmentConfig, UserError
 from curvssl.data import single
 from curvssl.data.single import BRIGHTNESS, CONTRAST, LUMINANCE, SATURATION
-from curvssl.losses import GLOBAL, quarters
+from curvssl.losses import GLOBAL
 from curvssl.losses import blend as blend_pairs
 
 Planes = tuple[Tensor, ...]
@@ -108,13 +108,6 @@ def rotate(x: Tensor, degrees: Tensor) -> Tensor:
     down = torch.arange(height, device=x.device)[:, None] + (0.5 - height / 2)
     grid = torch.stack([(cos * right - sin * down) * (2 / width), (sin * right + cos * down) * (2 / height)], dim=-1)
     return F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
-
-
-def turn(x: Tensor, quarters: Tensor) -> Tensor:
-    """Each square image turned counter-clockwise by its own number of quarters (b,), 0 to 3."""
-    once, twice = (bit[:, None, None, None] != 0 for bit in (quarters & 1, quarters & 2))
-    x = torch.where(once, x.rot90(1, (2, 3)), x)
-    return torch.where(twice, x.flip(2, 3), x)
 
 
 # --- colour -----------------------------------------------------------------------------------------------------------
@@ -403,12 +396,11 @@ class Augment(nn.Module):
 
 
 class Views(nn.Module):
-    """What a step sees of each image: two global views, n local ones of another size, perhaps `turns` more of that size
-    that are turned by quarters (`losses.Turn`), and perhaps either a blend of the first view with that of another image
-    or a view midway between the global ones (`losses.ViewPath`). All views of one size are one batch, one view below
-    the other.
+    """What a step sees of each image: two global views, n local ones of another size, and perhaps either a blend of the
+    first view with that of another image or a view midway between the global ones (`losses.ViewPath`). All views of one
+    size are one batch, one view below the other.
 
-    `second` makes the second global view, if it has an augmentation of its own. `turned` makes views to be turned.
+    `second` makes the second global view, if it has an augmentation of its own.
     """
 
     def __init__(
@@ -418,32 +410,23 @@ class Views(nn.Module):
         second: Augment | None = None,
         local: Augment | None = None,
         n: int = 0,
-        turned: Augment | None = None,
-        turns: int = 0,
         blends: bool = False,
         middle: bool = False,
     ) -> None:
         super().__init__()
         pair = [(GLOBAL, augment)] if second is None else [(1, augment), (1, second)]
-        small = [(count, maker) for count, maker in ((n, local), (turns, turned)) if maker is not None and count]
-        batches = [pair, *([small] if small else [])]
-        self.makers: Any = nn.ModuleList(maker for batch in batches for _, maker in batch)
-        self.counts = [n for batch in batches for n, _ in batch]  # the views that each of them makes
-        ends = [*itertools.accumulate(len(batch) for batch in batches)]
-        self.members = [slice(end - len(batch), end) for end, batch in zip(ends, batches, strict=True)]
-        self.sizes = [batch[0][1].size for batch in batches]
-        self.turns, self.blends, self.middle = turns, blends, middle
+        small = [(n, local)] if local is not None and n else []
+        self.makers: Any = nn.ModuleList(maker for _, maker in (*pair, *small))
+        self.counts = [count for count, _ in (*pair, *small)]  # the views that each of them makes
+        self.members = [slice(0, len(pair)), *(slice(len(pair), len(pair) + 1) for _ in small)]  # of each batch
+        self.sizes = [augment.size, *(maker.size for _, maker in small)]
+        self.blends, self.middle = blends, middle
 
     @property
     def passes(self) -> tuple[int, ...]:
         """The number of views in each batch."""
         first, *others = (sum(self.counts[members]) for members in self.members)
         return first + self.blends + self.middle, *others
-
-    @property
-    def embedded(self) -> int:
-        """The number of views that have an embedding: all but the turned ones, of which a head reads the features."""
-        return sum(self.passes) - self.turns
 
     def draw(self, b: int, *, generator: torch.Generator) -> tuple[Tensor, ...]:
         """The uniform numbers of b images, (views, b, numbers) for each maker; for blends also t (1, b, 1)."""
@@ -474,8 +457,6 @@ class Views(nn.Module):
             maker(torch.cat([images] * len(numbers)), numbers.flatten(0, 1))
             for maker, numbers in zip(self.makers[members], u[members], strict=True)
         ]
-        if self.turns and i == 1:
-            made[-1] = turn(made[-1], quarters(self.turns, len(images), device=images.device))
         if self.blends and i == 0:
             made.append(blend_pairs(made[0][: len(images)], self.t(u))[0])
         views = torch.cat(made) if len(made) > 1 else made[0]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from curvssl.losses import GLOBAL, Loss, Turn
+from curvssl.losses import GLOBAL, Loss, at_least_float32
 from curvssl.models import Net
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ KEEP_DAYS = 30  # from the last run with the same source code until its compiled
 WARM_STEPS = 3  # real steps taken before a capture: they compile, and they make the optimiser's state
 
 # Embeddings (V · b, d), the teacher's (2, b, d), and t of the blends, if there are any → some terms, and their share of
-# the gradient. For `Turn`, the head's numbers instead of embeddings.
+# the gradient.
 Piece = Callable[[Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
 Embedded = tuple[tuple[Tensor, ...], Tensor | None]  # a copy of the embeddings for each piece, and the teacher's
 
@@ -83,8 +83,8 @@ class FastStep:
 
     def _terms(self, batch: Tensor, u: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         step = self.step
-        z, beside = step.embed(batch, u)
-        terms = [part.exactly(step.by_view(z), t=step.views.t(u), **beside) for part in self._parts]
+        z, targets = step.embed(batch, u)
+        terms = [part.exactly(step.by_view(z), targets=targets, t=step.views.t(u)) for part in self._parts]
         return torch.cat(terms), z
 
     def _take_compiled(self, batch: Tensor, u: Sequence[Tensor]) -> None:
@@ -95,8 +95,8 @@ class FastStep:
             terms, z = self._whole(batch, u)
             loss = step.criterion.weigh(dict(zip(step.names, terms.unbind(), strict=True)))  # type: ignore[operator]
         else:
-            z, _ = self._whole(batch, u)
-            loss, terms = step.judge(z)
+            z, targets = self._whole(batch, u)
+            loss, terms = step.judge(z, targets=targets, t=step.views.t(u))
         loss.backward()
         step.finish([terms.detach()], [step.weights], z)
 
@@ -196,17 +196,14 @@ class FastStep:
 
         step = self.step
 
-        turned = isinstance(part, Turn)
-
         def terms(z: Tensor, targets: Tensor | None, t: Tensor | None) -> Tensor:
-            return part.exactly(z, turns=z) if turned else part.exactly(step.by_view(z), targets=targets, t=t)
+            return part.exactly(step.by_view(z), targets=targets, t=t)
 
         plain = self._compiled(terms, split_reductions=False)  # a second launch costs more here than it gains
 
         def piece(z: Tensor, targets: Tensor | None, t: Tensor | None) -> tuple[Tensor, Tensor]:
             z = z.detach().requires_grad_()
-            by_hand = targets is None and not turned
-            fast = fused.numbers(part, step.by_view(z)[:GLOBAL]) if by_hand else None
+            fast = fused.numbers(part, step.by_view(z)[:GLOBAL]) if targets is None else None
             values = plain(z, targets, t) if fast is None else fast
             return values.detach(), torch.autograd.grad(values, z, weights)[0]
 
@@ -221,8 +218,8 @@ class FastStep:
         return terms, z.grad
 
     def _embed(self, batch: Tensor, u: Sequence[Tensor], readers: int) -> Embedded:
-        z, beside = self.step.embed(batch, u)
-        return copies_of(z, beside["turns"], readers), beside["targets"]
+        z, targets = self.step.embed(batch, u)
+        return copies_of(z, readers), targets
 
     def _embed_by_hand(self) -> Callable[..., Embedded]:
         """`_embed` with the encoder's pass of layers.py, which is not compiled."""
@@ -236,13 +233,13 @@ class FastStep:
 
         def projected(features: list[Tensor], readers: int) -> tuple[Tensor, ...]:
             with torch.autocast(step.device.type, torch.bfloat16, enabled=step.bf16):
-                out = net.project(features)
-            return copies_of(*step.embedded(out), readers)
+                z = net.project(features)
+            return copies_of(at_least_float32(z), readers)
 
         def targets_of(features: list[Tensor]) -> Tensor:
             assert teacher is not None
             with torch.autocast(step.device.type, torch.bfloat16, enabled=step.bf16):
-                return step.embedded(teacher.project(features))[0].unflatten(0, (GLOBAL, -1))
+                return at_least_float32(teacher.project(features)).unflatten(0, (GLOBAL, -1))
 
         if len(passes) > 1:  # the gradients of BatchNorm's parameters come from two streams, of which torch would warn
             getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", bool)(False)
@@ -279,11 +276,9 @@ def partial_view(step: "Step", i: int, dtype: torch.dtype) -> Callable[..., Tens
     return make
 
 
-def copies_of(z: Tensor, turns: Tensor | None, readers: int) -> tuple[Tensor, ...]:
-    """One copy per reader, so that the compiler adds the readers' gradients in the kernel that uses them next; for the
-    last reader the head's numbers, if there are any."""
-    last = () if turns is None else (turns,)
-    return (z, *(z.clone() for _ in range(readers - 1 - len(last))), *last)
+def copies_of(z: Tensor, readers: int) -> tuple[Tensor, ...]:
+    """One copy per reader, so that the compiler adds the readers' gradients in the kernel that uses them next."""
+    return (z, *(z.clone() for _ in range(readers - 1)))
 
 
 def plain_state(criterion: Any) -> dict[str, Any]:

@@ -186,12 +186,8 @@ def strong() -> Study:
     weak_first = {"augment": plain, "second": coloured, "local": coloured}
     changes: dict[str, dict[str, Any]] = {
         "lars": lars,
-        "turn400": {"alpha_turn": 400.0},
-        "turn400-local0": {"alpha_turn": 400.0, "local_views": 0},
         "local.1-.4": {"local_crop_scale": (0.1, 0.4)},
         "lars-local0": {**lars, "local_views": 0},
-        "lars-turn400x1-local.1-.4": {**lars, "alpha_turn": 400.0, "turned_views": 1, "local_crop_scale": (0.1, 0.4)},
-        "lars-turn100x1-local.1-.4": {**lars, "alpha_turn": 100.0, "turned_views": 1, "local_crop_scale": (0.1, 0.4)},
         "lars-local.1-.4": {**lars, "local_crop_scale": (0.1, 0.4)},
         "lars-weak-first": {**lars, **weak_first},
         "crop.08": {"augment": views(crop=0.08)},

@@ -44,9 +44,7 @@ def columns(views: Views, images: Tensor, u: Sequence[Tensor]) -> Columns:
     whole, *local = (batch.unflatten(0, (-1, len(images))) for batch in views(images, u))
     mean, std = (part[:, None, None] for part in (views.makers[0].mean, views.makers[0].std))
     named = {f"global {i + 1}": whole[i] for i in range(GLOBAL)}
-    small = local[0] if local else ()
-    named |= {f"local {i + 1}": view for i, view in enumerate(small[: len(small) - views.turns])}
-    named |= {f"turned {i + 1}": view for i, view in enumerate(small[len(small) - views.turns :])}
+    named |= {f"local {i + 1}": view for i, view in enumerate(local[0] if local else ())}
     named |= {"blend": whole[GLOBAL]} if views.blends else {"middle": whole[GLOBAL]} if views.middle else {}
     pixels = {name: (255 * (view * std + mean)).round().clamp(0, 255) for name, view in named.items()}
     grey = images.shape[1] == 1  # its views have three equal channels
@@ -65,8 +63,6 @@ def summary(shown: Columns) -> str:
     n, local = len(shown["image"]), sum(name.startswith("local") for name in shown)
     parts = [f"{n} image{'s' * (n > 1)} with {GLOBAL} global views of {size_of(shown['global 1'])}"]
     parts += [f"{local} local of {size_of(shown['local 1'])}"] if local else []
-    turned = sum(name.startswith("turned") for name in shown)
-    parts += [f"{turned} turned of {size_of(shown['turned 1'])}"] if turned else []
     more = {"blend": "a blend", "middle": "one midway between the global ones"}
     return ", ".join(parts + [what for name, what in more.items() if name in shown])
 

@@ -29,8 +29,6 @@ const TERMS = {
   covariance: ["covariance", "The part of the loss that keeps the dimensions of the embedding from repeating each other."],
   chord: ["chord", "The part of the loss that puts a blend of two images on the line between their embeddings."],
   path: ["path", "The part of the loss that puts a view midway between two others on the line between their embeddings."],
-  turn: ["turn", "The part of the loss that asks by how many quarters a view was turned."],
-  turn_accuracy: ["turn accuracy", "How often that answer is right; a quarter of the time by chance."],
   z_std: ["spread of z", "The standard deviation of the embeddings over images. Near 0 all images have the same embedding."],
   rankme: ["RankMe", "How many directions the features use. Higher is better, between runs of the same kind."],
   alpha_req: ["α-ReQ", "How fast the spectrum of the features falls. Good near 1; 0 is noise."],

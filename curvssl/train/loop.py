@@ -32,7 +32,7 @@ from curvssl.data.own import own_images
 from curvssl.data.viewed import POSSIBLE, viewed
 from curvssl.data.views import Augment, Views
 from curvssl.files import lock
-from curvssl.losses import Chord, Loss, Sum, Turn, ViewPath
+from curvssl.losses import Chord, Loss, Sum, ViewPath
 from curvssl.methods import METHODS, OWN
 from curvssl.models import Net, full_precision
 from curvssl.rundir import AGAIN, Run, provenance
@@ -367,11 +367,7 @@ def steps_behind(device: torch.device) -> int:
 def make_criterion(config: PretrainConfig) -> nn.Module:
     """The loss of the configured method, with its settings, and the terms that are added to it."""
     loss: Loss = METHODS[config.method].make(**config.loss_settings())
-    added: list[tuple[float, Loss]] = [
-        (config.alpha_chord, Chord()),
-        (config.alpha_path, ViewPath()),
-        (config.alpha_turn, Turn()),
-    ]
+    added: list[tuple[float, Loss]] = [(config.alpha_chord, Chord()), (config.alpha_path, ViewPath())]
     added = [(weight, term) for weight, term in added if weight]
     return Sum(loss, *added) if added else loss
 
@@ -386,14 +382,12 @@ def make_views(config: PretrainConfig, data: Dataset) -> Views:
     def made(size: int, settings: AugmentConfig) -> Augment:
         return Augment(size=size, mean=data.mean, std=data.std, **vars(settings))
 
-    second, local, turned = config.second_augment(), config.local_augment(), config.turned_augment()
+    second, local = config.second_augment(), config.local_augment()
     return Views(
         made(config.image_size, config.augment),
         second=made(config.image_size, second) if second != config.augment else None,
         local=made(config.local_size, local) if config.local_views else None,
         n=config.local_views,
-        turned=made(config.local_size, turned) if config.alpha_turn else None,
-        turns=config.turned_views if config.alpha_turn else 0,
         blends=config.alpha_chord > 0,
         middle=config.alpha_path > 0,
     )

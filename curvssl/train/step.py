@@ -15,7 +15,7 @@ from curvssl.collectives import total, world_size
 from curvssl.config import UserError
 from curvssl.data.views import Views
 from curvssl.lars import Lars
-from curvssl.losses import GLOBAL, Loss, over_pairs, pairs
+from curvssl.losses import GLOBAL, Loss, at_least_float32, over_pairs, pairs
 from curvssl.models import Net, per_view
 
 Batch = Tensor | tuple[Tensor, ...]
@@ -79,7 +79,7 @@ class Step:
         average: Average | None = None,
     ) -> None:
         # All views of a size go through in one batch, but BatchNorm uses one view at a time, as in the paper.
-        per_view(net, passes=views.passes, turns=views.turns)
+        per_view(net, passes=views.passes)
         self.net, self.criterion, self.views, self.optimizer = net, criterion, views, optimizer
         self.images, self.device, self.bf16, self.average = images, device, bf16, average
         self.teacher = average.net if average is not None and average.teacher else None
@@ -129,23 +129,23 @@ class Step:
     def plainly(self, batch: Batch, u: Sequence[Tensor]) -> None:
         """The step in plain torch."""
         self.optimizer.zero_grad()
-        z, beside = self.embed(batch, u)
-        loss, terms = self.judge(z, t=self.views.t(u), **beside)
+        z, targets = self.embed(batch, u)
+        loss, terms = self.judge(z, targets=targets, t=self.views.t(u))
         loss.backward()
         self.finish([terms], [self.weights], z)
 
-    def judge(self, z: Tensor, **beside: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The loss to differentiate, and its terms to log, from the embeddings and what is given beside them."""
+    def judge(self, z: Tensor, *, targets: Tensor | None, t: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The loss to differentiate, and its terms to log, from the embeddings, the teacher's, and t of the blends."""
         z = self.by_view(z)
         if isinstance(self.criterion, Loss):
-            terms = self.criterion.terms_of(z, **beside)
+            terms = self.criterion.terms_of(z, targets=targets, t=t)
             return self.criterion.weigh(terms), torch.stack(tuple(terms.values())).detach()
         loss = over_pairs(torch.stack([self._own(z[g], z[v]) for g, v in pairs(len(z))])[None])
         return loss.squeeze(0), loss.detach()
 
     def by_view(self, z: Tensor) -> Tensor:
         """(V · b, d) → (V, b, d)."""
-        return z.unflatten(0, (self.views.embedded, -1))
+        return z.unflatten(0, (sum(self.views.passes), -1))
 
     def _own(self, z0: Tensor, z1: Tensor) -> Tensor:
         """The user's own criterion."""
@@ -180,7 +180,7 @@ class Step:
         """After the update: the average follows, and the terms, in one or more pieces, are added to the sums."""
         if self.average is not None:
             self.average.follow(self.net)
-        self.z = z.detach()[: GLOBAL * len(z) // self.views.embedded]
+        self.z = z.detach()[: GLOBAL * len(z) // sum(self.views.passes)]
         if self.sums.dtype != terms[0].dtype:  # float64, in tests
             self.sums, weights = self.sums.to(terms[0].dtype), [weight.to(terms[0].dtype) for weight in weights]
         sizes = [len(term) for term in terms]
@@ -188,28 +188,19 @@ class Step:
         places = [place for row in self.sums for place in row.split(sizes)]
         torch._foreach_addcmul_(places, [*terms, *terms], [*ones, *weights])
 
-    def embed(self, batch: Batch, u: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor | None]]:
+    def embed(self, batch: Batch, u: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The embeddings of all views, one below the other: (V · b, d), at least in float32. The first two are global,
-        then come local ones, then blends. Beside them the head's numbers for turned views, (turns, b, 4), and the
-        teacher's embeddings of the global views, (2, b, d), if there are any."""
+        then come local ones, then blends. With a teacher, also its embeddings of the global views, (2, b, d)."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             views = self.see(batch, u)
-            z, turns = self.embedded(self.net(*views))
-            return z, {"turns": turns, "targets": self.targets(views[0])}
-
-    def embedded(self, out: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """The embeddings and the head's numbers, from what the network returns."""
-        z, turns = out if isinstance(out, tuple) else (out, None)
-        z = z.to(torch.promote_types(z.dtype, torch.float32))
-        return z, None if turns is None else turns.unflatten(0, (self.views.turns, -1))
+            return at_least_float32(self.net(*views)), self.targets(views[0])
 
     @torch.no_grad()
     def targets(self, views: Tensor) -> Tensor | None:
         """The teacher's embeddings of the global views, which come first in their batch; None without a teacher."""
         if self.teacher is None:
             return None
-        z, _ = self.embedded(self.teacher(self.global_of(views)))
-        return z.unflatten(0, (GLOBAL, -1))
+        return at_least_float32(self.teacher(self.global_of(views))).unflatten(0, (GLOBAL, -1))
 
     def global_of(self, views: Tensor) -> Tensor:
         """The global views of the batch that holds them, which may hold a blend as well."""

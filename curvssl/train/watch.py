@@ -32,7 +32,6 @@ from curvssl.train.step import Step, means
 
 MONITOR_IMAGES = 5_000  # the monitor uses at most this many known and this many held-out images
 MEASURED_IMAGES = 2_000  # for the measures without labels, whose cost grows with the images and not only with d
-TURNLESS, TURNS_AFTER = 0.3, 10  # a head that is right less often after so many epochs tells no turns; chance is 0.25
 DEAD_STD = 1e-3  # embeddings whose standard deviation over images is below this have collapsed
 
 
@@ -159,12 +158,6 @@ def alarm(
             "--batch-size",
         ),
     }
-    if "turn_accuracy" in row:
-        signs["no turns"] = (
-            row["turn_accuracy"] < TURNLESS and row["epoch"] >= TURNS_AFTER,
-            f"the head tells turns hardly better than chance ({row['turn_accuracy']:.0%}): try a lower --lr, or leave "
-            "out --alpha-turn if your images look alike from all sides",
-        )
     if why := not_learning([*before, row], d_z=d_z):
         signs["no learning"] = (True, f"{why}: {ADVICE}")
     for name, (seen, advice) in signs.items():

@@ -493,7 +493,8 @@ def strong_screening() -> str:
         what = STRONG.get(name.removeprefix("150-"), name)
         rows.append([what, str(epochs), *(f"{v:.1f}{gain}" for v, gain in zip(values.values(), gains, strict=True))])
     where = "NVIDIA H200, torch 2.11.0, one seed, held-out training images"
-    return markdown(("two and four views, with", "epochs", "linear", "kNN"), rows, "strong/", where)
+    header = ("two and four views, with", "epochs", "linear", "kNN")
+    return markdown(header, rows, "strong/ and strong-notes.json", where)
 
 
 @table
@@ -531,7 +532,7 @@ def strong_time() -> str:
             rows.append([STRONG[name.removeprefix("cifar10-150-")], str(epochs), minutes, *probes])
     where = "NVIDIA H200, torch 2.11.0, one seed, 45,000 images, judged on 5,000 held-out ones"
     header = ("two and four views, with", "epochs", "minutes", "linear", "mlp", "kNN")
-    return markdown(header, rows, "strong/", where)
+    return markdown(header, rows, "strong/ and strong-notes.json", where)
 
 
 @table

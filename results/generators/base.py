@@ -35,7 +35,11 @@ def markdown(
 
 
 def cells_of(study: str) -> dict[str, Any]:
-    return {file.stem: json.loads(file.read_text()) for file in sorted((HERE / study).glob("*.json"))}
+    """{cell: its JSON}, with the cells of options that the program no longer has, which are in the study's notes."""
+    files = {file.name: json.loads(file.read_text()) for file in (HERE / study).glob("*.json")}
+    if (HERE / f"{study}-notes.json").exists():
+        files |= read(f"{study}-notes.json").get("removed", {}).get("cells", {})
+    return {name.removesuffix(".json"): cell for name, cell in sorted(files.items())}
 
 
 def span(cell: Any) -> tuple[float, float]:

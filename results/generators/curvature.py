@@ -137,7 +137,8 @@ def predictors() -> str:
         if {*row[1:]} != {"–"}:
             rows.append(row)
     header = ("rank correlation with linear accuracy", *(f"{name}, {len(of)} runs" for name, of in groups.items()))
-    return markdown(header, rows, "*/", "the last epoch of every run of all studies; bootstrap 95 % intervals")
+    where = "the last epoch of every run of all studies; bootstrap 95 % intervals"
+    return markdown(header, rows, "*/ and strong-notes.json", where)
 
 
 @table

@@ -29,7 +29,7 @@ def all_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def every_kind() -> Views:
-    """Two global views with augmentations of their own, local ones, turned ones, and blends."""
+    """Two global views with augmentations of their own, local ones, and blends."""
 
     def made(size: int, **settings: object) -> Augment:
         return Augment(size=size, mean=MEAN, std=STD, **settings)
@@ -39,8 +39,6 @@ def every_kind() -> Views:
         second=made(16, solarize=0.5),
         local=made(8, rotation=20),
         n=2,
-        turned=made(8, jitter=0),
-        turns=4,
         blends=True,
     )
 
@@ -64,7 +62,7 @@ def test_workers_make_the_views_of_the_main_process_to_the_last_bit(tmp_path: Pa
     count = 0
     for made, pixels, (_, u) in zip(viewed(images, views, steps, b=10, workers=2), read, steps, strict=True):
         expected = views(pixels, u)
-        assert [batch.shape for batch in made] == [(30, 3, 16, 16), (60, 3, 8, 8)]
+        assert [batch.shape for batch in made] == [(30, 3, 16, 16), (20, 3, 8, 8)]
         assert all(one.equal(other) for one, other in zip(made, expected, strict=True))
         assert all(batch.is_contiguous(memory_format=torch.channels_last) for batch in made)
         count += 1
@@ -135,7 +133,7 @@ def test_the_bits_of_a_large_view_depend_neither_on_threads_nor_on_the_rest_of_t
 
 def trained(data: str, out: Path) -> dict[str, torch.Tensor]:
     small = {"dataset": data, "image_size": 8, "epochs": 2, "batch_size": 16, "k": 5, "d_z": 8, "projector_width": 16}
-    many = {"local_views": 1, "local_size": 6, "alpha_chord": 1.0, "alpha_turn": 1.0}
+    many = {"local_views": 1, "local_size": 6, "alpha_chord": 1.0}
     config: PretrainConfig = dataclasses.replace(
         demo(), warmup_epochs=0, monitor_every=0, augment=AugmentConfig(), **(small | many)
     )

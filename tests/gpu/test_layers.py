@@ -137,9 +137,9 @@ def compare_embedding() -> None:
     rows, u = torch.arange(6), draw(plain, 6)
     fast = FastStep(quick, "captured")
     fast._compiled = lambda function, **_: function  # type: ignore[method-assign]
-    z, beside = plain.embed(rows, u)
+    z, expected = plain.embed(rows, u)
     copies, targets = fast._embed_by_hand()(rows, u, 2)
-    torch.testing.assert_close((*copies, targets), (z, z, beside["targets"]), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close((*copies, targets), (z, z, expected), rtol=1e-3, atol=1e-3)
     torch.autograd.backward(copies, [torch.ones_like(z), copies[1].detach()])
     z.backward(1 + z.detach())
     for mine, theirs in zip(quick.net.parameters(), plain.net.parameters(), strict=True):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import curvssl
 from curvssl import BarlowTwinsLoss, Chord, Curvature, CurvSSLLoss, KernelCurvSSLLoss, VICRegLoss
-from curvssl.losses import Loss, Sum, Turn, ViewPath, pairs, partners, standardise
+from curvssl.losses import Loss, Sum, ViewPath, pairs, partners, standardise
 
 
 def views(n: int, b: int = 12, d: int = 4) -> Tensor:
@@ -174,11 +174,6 @@ def test_a_loss_with_the_chord_is_the_sum_of_both() -> None:
     torch.testing.assert_close(loss.weigh(terms), expected)
     with pytest.raises(ValueError, match="the chord needs the embeddings of blends"):
         loss(*z)
-
-
-def test_turns_without_a_head_are_refused() -> None:
-    with pytest.raises(ValueError, match="the turns need a head's numbers"):
-        Sum(BarlowTwinsLoss(), (1.0, Turn()))(*views(0))
 
 
 @pytest.mark.parametrize("shapes", [((4, 3), (4, 2), (4,)), ((4, 3), (4, 3), (4, 1)), ((4,), (4,), (4,))])

@@ -203,7 +203,6 @@ def test_other_views_have_the_colours_of_the_first_unless_told_otherwise():
         ({"alpha_chord": 1.0, "method": "own"}, "an own criterion sees no blends"),
         ({"alpha_path": 1.0, "alpha_chord": 1.0}, "a step has room for one: set one to 0"),
         ({"alpha_path": 1.0, "second": Colours(blur=0.5)}, "alpha_path needs two global views that are made alike"),
-        ({"alpha_turn": 1.0, "method": "own"}, "an own criterion sees no turned views"),
     ],
 )
 def test_views_that_make_no_sense_are_refused(changes: dict[str, Any], words: str):

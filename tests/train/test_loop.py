@@ -178,7 +178,7 @@ def test_a_run_stopped_at_any_step_goes_on_to_the_same_weights(
 
 
 def test_a_run_with_local_views_and_blends_goes_on_to_the_same_weights(tmp_path: Path, stop_at: Callable[[int], None]):
-    many = dataclasses.replace(TINY, local_views=2, local_size=6, alpha_chord=3.0, alpha_turn=2.0, epochs=1)
+    many = dataclasses.replace(TINY, local_views=2, local_size=6, alpha_chord=3.0, epochs=1)
     pretrain(many, out=tmp_path / "whole", progress=False)
     stop_at(4)
     with pytest.raises(Stopped, match="SIGINT"):
@@ -187,7 +187,7 @@ def test_a_run_with_local_views_and_blends_goes_on_to_the_same_weights(tmp_path:
     pretrain(many, out=tmp_path / "stopped", progress=False)
     assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
     assert rows(tmp_path / "stopped") == rows(tmp_path / "whole")
-    assert {"chord", "turn", "turn_accuracy"} <= rows(tmp_path / "whole")[0].keys()
+    assert "chord" in rows(tmp_path / "whole")[0]
 
 
 def test_a_run_with_a_teacher_goes_on_to_the_same_weights_which_are_the_average(

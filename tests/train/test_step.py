@@ -180,49 +180,6 @@ def test_a_middle_view_is_compared_with_the_global_ones_and_with_nothing_else():
     assert step.means()["loss"] == pytest.approx((twins + 3 * path).item(), rel=1e-3)
 
 
-@pytest.mark.parametrize("local", [0, 2])
-def test_a_head_reads_the_features_of_views_that_are_turned_by_quarters(local: int):
-    """Image i in view j is turned by i + j quarters. The other terms see nothing of these views."""
-    step = make_step("barlow-twins", "eager", torch.device("cpu"), local=local, alpha_turn=5.0)
-    without = make_step("barlow-twins", "eager", torch.device("cpu"), local=local)
-    oracle = small_net(alpha_turn=5.0)
-    rows, u = torch.arange(BATCH), draw(step, BATCH)
-    images = load("digits").train.images.pixels[rows]
-    upright = [step.views.makers[-1](images, numbers) for numbers in u[-1]]
-    seen = step.views(images, u)[1].split(BATCH)[local:]
-    step(rows, u, 1e-3)
-    without(rows, u[:-1], 1e-3)
-    wrong, right = [], 0
-    for j, (before, after) in enumerate(zip(upright, seen, strict=True)):
-        turned = torch.stack([torch.rot90(image, i + j, (1, 2)) for i, image in enumerate(before)])
-        torch.testing.assert_close(after, turned)
-        logits = oracle.head(oracle.encoder(turned))
-        answers = (torch.arange(BATCH) + j) % 4
-        wrong.append(nn.functional.cross_entropy(logits, answers))
-        right += int((logits.argmax(1) == answers).sum())
-    means = step.means()
-    assert means["turn"] == pytest.approx(torch.stack(wrong).mean().item(), rel=1e-4)
-    assert means["turn_accuracy"] == pytest.approx(right / (4 * BATCH), abs=0.02)
-    assert means["loss"] == pytest.approx(without.means()["loss"] + 5 * means["turn"], rel=1e-5)
-    torch.stack(wrong).mean().backward()  # the head's own loss: its weight is for the features alone
-    for ours, theirs in zip(step.net.head.parameters(), oracle.head.parameters(), strict=True):
-        assert float((ours.grad - theirs.grad).norm()) < 1e-2 * float(theirs.grad.norm()) + 2e-5
-    torch.testing.assert_close(step.z, without.z)
-    for ours, plain, theirs in zip(*(n.encoder.parameters() for n in (step.net, without.net, oracle)), strict=True):
-        expected = plain.grad + 5 * theirs.grad
-        assert float((ours.grad - expected).norm()) < 1e-2 * float(expected.norm()) + 1e-3
-
-
-def test_a_heavy_weight_of_the_turns_does_not_throw_the_head_off_under_lars():
-    """LARS does not fit the steps of gains and biases. With the weight in them the mean was twice that of chance."""
-    step = make_step("barlow-twins", "eager", torch.device("cpu"), optimizer="lars", alpha_turn=400.0)
-    for s in range(20):
-        numbers = torch.Generator().manual_seed(s)
-        rows = torch.randperm(1437, generator=numbers)[:BATCH]
-        step(rows, draw(step, BATCH, numbers), 0.03)
-    assert step.means()["turn"] < math.log(4)
-
-
 def test_an_own_criterion_is_averaged_over_the_same_pairs():
     class Distance(nn.Module):
         def forward(self, z0: torch.Tensor, z1: torch.Tensor) -> torch.Tensor:

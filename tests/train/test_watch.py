@@ -85,14 +85,6 @@ def test_a_collapse_is_named_once_with_what_to_try(
     assert capsys.readouterr().err == ""
 
 
-def test_a_head_that_tells_no_turns_is_named_after_some_epochs(capsys: pytest.CaptureFixture[str]):
-    for epoch, accuracy in ((9, 0.26), (10, 0.35)):
-        alarm(FINE | {"epoch": epoch, "turn_accuracy": accuracy}, d_z=64, batch_size=128, warned=set())
-    assert capsys.readouterr().err == ""
-    alarm(FINE | {"epoch": 10, "turn_accuracy": 0.26}, d_z=64, batch_size=128, warned=set())
-    assert "no turns in epoch 10: the head tells turns hardly better than chance (26%)" in capsys.readouterr().err
-
-
 def test_a_run_that_collapses_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     plain = dataclasses.replace(
         TINY, schedule="constant", warmup_epochs=0, optimizer="sgd", momentum=0, monitor_every=0
