@@ -1166,6 +1166,23 @@ def test_the_line_of_a_run_that_did_not_learn_says_so(browser: Any, grid: RunDat
     opened.context.close()
 
 
+def test_the_line_of_a_run_that_collapsed_says_so(browser: Any, grid: RunData, tmp_path: Path) -> None:
+    rows = [row | {"z_std": 3e-5} if row["epoch"] > 18 else row for row in grid.metrics]
+    narrow = [row | {"effective_rank": 1.04} for row in grid.metrics]
+    again = [row | {"effective_rank": 1.04} if row["epoch"] < 10 else row for row in grid.metrics]
+    runs = [
+        dataclasses.replace(grid, name=name, metrics=found, config=grid.config | {"d_z": 64, "k": i})
+        for i, (name, found) in enumerate({"one": rows, "line": narrow, "recovered": again}.items())
+    ]
+    opened = single(browser, runs, tmp_path)
+    lines = opened.page.locator("#summary tbody tr").all_inner_texts()
+    assert [line.split("\t")[0] for line in lines[::2][:2]] == ["one", "line"]
+    assert "Does not learn: all images get nearly the same embedding (standard deviation 3.0e-05): try" in lines[1]
+    assert "Does not learn: the embeddings use 1.0 of 64 dimensions: try" in lines[3]
+    assert not any("Does not learn" in line for line in lines[4:])
+    opened.context.close()
+
+
 def test_of_a_labelled_folder_only_held_out_images_are_judged(tmp_path: Path) -> None:
     import torch
 
