@@ -428,6 +428,29 @@ def test_search_finds_images_by_words_of_their_file_names(browser: Any, grid: Ru
     opened.context.close()
 
 
+def test_search_finds_images_of_either_map_and_says_of_which(browser: Any, grid: RunData, tmp_path: Path) -> None:
+    of = pictured(30, name="photos")
+    of = dataclasses.replace(of, files=tuple(f"IMG {i:03}.jpg" for i in range(30)), classes=(), labels=None)
+    opened = single(browser, [grid, run("vicreg", of, where=1)], tmp_path)
+    for text, split, name, rows in (
+        ("img 017", 1, "photos", [17]),
+        ("23", 0, "digits test", [23]),
+        ("img 0", 1, "photos", [*range(30)]),
+    ):
+        opened.search(text)
+        assert opened.page.evaluate("state.split") == split
+        assert opened.page.evaluate("choices.map((choice) => choice.selected.size)")[1 - split] == 0
+        assert opened.selected() == rows
+        assert opened.page.inner_text("#search-answer") == f"{len(rows)} image{'s' * (len(rows) > 1)} of {name}"
+        opened.page.keyboard.press("Escape")
+        opened.page.evaluate("use(0)")
+    opened.search("nothing of it")
+    assert opened.page.inner_text("#search-answer") == "no image"
+    assert "digits test" in opened.page.inner_text("#legend")  # whose classes these are
+    assert opened.complaints == []
+    opened.context.close()
+
+
 def test_wheel_zooms_only_a_map_that_has_been_clicked(page: Opened) -> None:
     before = page.page.evaluate("maps[0].scale")
     page.point_at(30)
