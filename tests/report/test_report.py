@@ -752,9 +752,24 @@ def test_a_drag_across_a_chart_zooms_all_of_them_and_a_click_enlarges_one(page: 
     assert page.page.locator("dialog[open] [data-key=rho] svg").bounding_box()["width"] > 2 * box["width"]
     page.page.keyboard.press("Escape")
     assert not page.page.is_visible("dialog")
-    page.page.click("[data-key=rho] .larger")
+    page.page.focus("[data-key=rho] .larger")
+    page.page.keyboard.press("Enter")
+    assert page.page.is_visible("dialog [data-key=rho]")
     page.page.click("#enlarged-close")
     assert not page.page.is_visible("dialog")
+    assert page.page.evaluate("document.activeElement.ariaLabel") == "Enlarge ρ of the two views' curvature"
+
+
+def test_on_a_phone_an_enlarged_chart_names_all_runs_without_scrolling(
+    browser: Any, grid: RunData, tmp_path: Path
+) -> None:
+    methods = ("barlow-twins", "vicreg", "kernel-curvssl")
+    opened = single(browser, [grid, *(run(m, None) for m in methods)], tmp_path, viewport={"width": 390, "height": 844})
+    opened.page.click("[data-key=loss] .larger")
+    text = opened.page.inner_text("dialog .readout")
+    assert all(name in text for name in ("CurvSSL", "Barlow Twins", "VICReg", "kernel CurvSSL"))
+    assert opened.page.evaluate("byId('enlarged').scrollWidth - byId('enlarged').clientWidth") == 0
+    opened.context.close()
 
 
 # ---- the words
