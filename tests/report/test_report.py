@@ -802,6 +802,26 @@ def test_rho_is_the_correlation_of_the_views(page: Opened, grid: RunData, other:
         assert title == f"ρ = {np.corrcoef(made.points.curvature)[0, 1]:.3f}"
 
 
+def test_rho_says_of_which_curvature_it_is(browser: Any, grid: RunData, other: RunData, tmp_path: Path) -> None:
+    assert other.points is not None
+    kernel = dataclasses.replace(other.points, kind="Eq. (10), rbf kernel, k = 10")
+    kernel_run = dataclasses.replace(run("kernel-curvssl", other.pictured), points=kernel)
+    opened = single(browser, [grid, other, kernel_run], tmp_path)
+    for place in ("#summary", "#curves"):
+        opened.page.focus(f"{place} [data-term=rho]")
+        text = opened.page.inner_text("#explain")
+        assert "of CurvSSL, Barlow Twins: Eq. (6), k = 10; of kernel CurvSSL: Eq. (10), rbf kernel, k = 10." in text
+    opened.context.close()
+
+
+def test_numbers_have_one_way_of_writing(page: Opened) -> None:
+    shown = [page.page.evaluate(f"short({value})") for value in (1702.4, 12345.6, -3, -1702.4, 0.5, -0.25)]
+    assert shown == ["1,702", "12,346", "−3", "−1,702", "0.500", "−0.250"]
+    marks = "ticks({}).map(([, text]) => text)"
+    assert page.page.evaluate(marks.format("0, 3000, 3")) == ["0", "1,000", "2,000", "3,000"]
+    assert page.page.evaluate(marks.format("-1, 1, 4")) == ["−1.0", "−0.5", "0.0", "0.5", "1.0"]
+
+
 def test_most_and_least_curved_images_are_shown(page: Opened, grid: RunData) -> None:
     assert grid.points is not None
     order = np.argsort(grid.points.curvature.mean(0))
