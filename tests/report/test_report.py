@@ -217,6 +217,56 @@ def test_page_is_never_wider_than_the_window(
     opened.context.close()
 
 
+@pytest.mark.parametrize("width", [390, 1280])
+def test_names_without_a_space_make_the_page_no_wider(browser: Any, tmp_path: Path, width: int) -> None:
+    """Names as long as a file system allows, of files, folders, classes and runs."""
+    of = dataclasses.replace(
+        pictured(60, classes=tuple(f"{'C' * 200}{i}" for i in range(10))),
+        files=tuple(f"{'f' * 200}/{'n' * 240}{i:02}.png" for i in range(60)),
+    )
+    runs = [run("curvssl", of), run("curvssl", of, where=1)]
+    runs = [
+        dataclasses.replace(made, name=f"{'r' * 200}{i}", config=made.config | {"k": i}) for i, made in enumerate(runs)
+    ]
+    first = {"row": 1, "name": of.files[1]}
+    unreadable = [{"name": "u" * 240, "error": "e" * 240}]
+    runs[0] = dataclasses.replace(
+        runs[0], findings={"duplicates": [[first, first]], "outliers": [], "typical": [], "unreadable": unreadable}
+    )
+    opened = single(browser, runs, tmp_path, viewport={"width": width, "height": 800})
+    for act in (
+        "choose(mapped[0], 5); stars()",
+        "listeners.selected(mapped[0], [1, 2, 30], 'in the lasso')",
+        "pickRead(mapped[0], 0, 0)",
+    ):
+        opened.page.evaluate(act)
+        opened.frame()
+        assert opened.page.evaluate("document.documentElement.scrollWidth") <= width, act
+    opened.page.fill("#search-text", "q" * 200)
+    opened.until("byId('search-answer').textContent !== ''")
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+    opened.context.close()
+
+
+def test_on_paper_nothing_is_cut_off_that_scrolls_on_a_screen(
+    browser: Any, grid: RunData, other: RunData, tmp_path: Path
+) -> None:
+    rows = [{"row": row, "name": "", "score": 3.0} for row in range(40)]
+    unreadable = [{"name": f"{i}.jpg", "error": "no image"} for i in range(80)]
+    found = {"duplicates": [rows[i : i + 2] for i in range(0, 40, 2)], "outliers": [], "typical": []}
+    runs = [dataclasses.replace(grid, findings=found | {"unreadable": unreadable}), other]
+    opened = single(browser, runs, tmp_path, viewport={"width": 690, "height": 1000})  # 18 cm
+    opened.page.emulate_media(media="print")
+    opened.frame()
+    cut = """[...document.querySelectorAll("main *")].filter((one) => getComputedStyle(one).overflow !== "visible"
+      && one.checkVisibility() && (one.scrollHeight > one.clientHeight + 1 || one.scrollWidth > one.clientWidth + 1)
+      && one.clientHeight).map((one) => one.className)"""
+    assert opened.page.evaluate(cut) == []
+    assert not opened.page.is_visible("#findings button:has-text('on the map')")
+    assert not opened.page.is_visible(".corner span")  # there is no room for it beside the first class
+    opened.context.close()
+
+
 def test_two_runs_of_ten_thousand_images_stay_under_eight_megabytes(browser: Any, tmp_path: Path) -> None:
     of = cifar10_test(10_000) or photographs(10_000)
     made = points(dataclasses.replace(of, images=of.images[:, :1, ::8, ::8]), seed=0)
