@@ -423,6 +423,24 @@ def test_selected_images_are_in_view_even_if_one_was_kept_before(
     opened.context.close()
 
 
+def test_escape_lets_go_of_a_lasso_that_is_being_drawn(page: Opened) -> None:
+    page.page.click("#tool-lasso")
+    x, y = page.screen(25)
+    page.page.mouse.move(x - 60, y - 60)
+    page.page.mouse.down()
+    for corner in ((x + 60, y - 60), (x + 60, y + 60)):
+        page.page.mouse.move(*corner)
+        page.frame()
+    at = page.page.evaluate("maps[0].x")
+    page.page.keyboard.press("Escape")
+    page.page.mouse.move(x - 60, y + 60)
+    page.frame()
+    page.page.mouse.up()
+    page.frame()
+    assert page.selected() == []
+    assert page.page.evaluate("maps[0].x") == at  # what is left of the drag does not move the map
+
+
 def test_shift_adds_to_the_selection(page: Opened) -> None:
     x, y = page.screen(0)
     box = [(x - 9, y - 9), (x + 9, y - 9), (x + 9, y + 9), (x - 9, y + 9)]
