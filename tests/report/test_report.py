@@ -499,7 +499,9 @@ def test_search_finds_images_by_words_of_their_file_names(browser: Any, grid: Ru
 def test_search_finds_images_of_either_map_and_says_of_which(browser: Any, grid: RunData, tmp_path: Path) -> None:
     of = pictured(30, name="photos")
     of = dataclasses.replace(of, files=tuple(f"IMG {i:03}.jpg" for i in range(30)), classes=(), labels=None)
-    opened = single(browser, [grid, run("vicreg", of, where=1)], tmp_path)
+    elsewhere = run("vicreg", of, where=1)
+    elsewhere = dataclasses.replace(elsewhere, config=elsewhere.config | {"dataset": "folder:photos"})
+    opened = single(browser, [grid, elsewhere], tmp_path)
     for text, split, name, rows in (
         ("img 017", 1, "photos", [17]),
         ("23", 0, "digits test", [23]),
@@ -515,6 +517,9 @@ def test_search_finds_images_of_either_map_and_says_of_which(browser: Any, grid:
     opened.search("nothing of it")
     assert opened.page.inner_text("#search-answer") == "no image"
     assert "digits test" in opened.page.inner_text("#legend")  # whose classes these are
+    opened.page.set_viewport_size({"width": 390, "height": 844})
+    opened.frame()
+    assert opened.page.evaluate("byId('summary').scrollWidth - byId('summary').clientWidth") == 0
     assert opened.complaints == []
     opened.context.close()
 
