@@ -220,6 +220,8 @@ WINDOW_EPOCHS, WINDOW_STEPS = 5, 100  # the mean over these is compared: at leas
 AGREEING = 0.25
 RISE = 0.005  # a lower correlation has to rise by this from one window to the next; in runs that learned it did by 0.02
 ADVICE = "try a longer --warmup-epochs, a lower --lr, or milder views (--augment.crop-scale nearer to 1)"
+DEAD_STD = 1e-3  # embeddings whose standard deviation over images is below this have collapsed
+DEAD_RANK = 0.02  # so have embeddings, and features, whose effective rank is below this share of the largest possible
 CLEAR_RHO = 0.4  # ρ of one batch of 256 varies by ±0.06: only the loss of a ρ that was once so high says something
 
 
@@ -249,13 +251,13 @@ def not_learning(rows: Sequence[Mapping[str, Any]], *, d_z: int) -> str:
     epochs = rows[-1]["epoch"] - rows[-1 - size]["epoch"]
     if fmean(now) < AGREEING and fmean(now) - fmean(before) < RISE:
         return (
-            f"the two views of an image hardly agree (correlation {fmean(now):.2f}, and {fmean(before):.2f} in the "
+            f"the two views of an image hardly agree (correlation {fmean(now):z.2f}, and {fmean(before):z.2f} in the "
             f"{epochs} epochs before)"
         )
     rho = [row["rho"] for row in rows]
     means = [fmean(rho[i : i + size]) for i in range(len(rho) - size + 1)]
     if max(means) > CLEAR_RHO and means[-1] < max(means) / 2:
-        return f"ρ has fallen to {means[-1]:.2f} from {max(means):.2f}"
+        return f"ρ has fallen to {means[-1]:z.2f} from {max(means):.2f}"
     return ""
 
 
@@ -269,10 +271,35 @@ def said_last(rows: Sequence[Mapping[str, Any]], *, d_z: int) -> str:
     return next(filter(None, (not_learning(rows[:n], d_z=d_z) for n in range(len(rows), first - 1, -1))), "")
 
 
+def collapses(row: Mapping[str, Any], *, d_z: int, batch_size: int) -> dict[str, str]:
+    """How the embeddings have collapsed in a row of metrics, by name, with what to try; empty if they have not."""
+    found = {}
+    if row["z_std"] < DEAD_STD:
+        found["collapse"] = (
+            f"all images get nearly the same embedding (standard deviation {row['z_std']:.1e}): "
+            "try a lower --lr, a longer --warmup-epochs, or for vicreg a higher --variance"
+        )
+    if row["effective_rank"] < max(1.5, DEAD_RANK * min(d_z, batch_size)):
+        found["dimensional collapse"] = (
+            f"the embeddings use {row['effective_rank']:.1f} of {d_z} dimensions: "
+            "try a longer --warmup-epochs, --lambda-emb nearer to 1/d_z (or a higher --covariance), or a larger "
+            "--batch-size"
+        )
+    return found
+
+
+def warning(rows: Sequence[Mapping[str, Any]], *, d_z: int, batch_size: int) -> str:
+    """What is wrong with a run at its end, with what to try: its embeddings have collapsed, or it does not learn."""
+    if not rows:
+        return ""
+    collapsed = collapses(rows[-1], d_z=d_z, batch_size=batch_size)
+    said = said_last(rows, d_z=d_z)
+    return next(iter(collapsed.values()), f"{said}: {ADVICE}" if said else "")
+
+
 # ---- a verdict in words
 
-DEAD_RANK = 0.02  # features whose effective rank is below this share of the largest possible one have collapsed
-DEAD_SPREAD = 1e-3  # so have those whose deviation is below this share of their mean: float32 rounds at 1e-7 of it
+DEAD_SPREAD = 1e-3  # features whose deviation is below this share of their mean are dead: float32 rounds at 1e-7 of it
 LOW_RANK = 0.1  # a RankMe below this share of the largest possible one; on digits 0.09 untrained and 0.23 trained
 GAIN = 1.2  # LiDAR of a trained encoder over that of the untrained one; on digits 3.3 or more
 
@@ -291,7 +318,7 @@ def verdict(found: Mapping[str, float], untrained: Mapping[str, float], *, h: Te
         f"LiDAR {found['lidar']:.3g}, before training {untrained['lidar']:.3g}"
     )
     if agreed < AGREEING:
-        ends = f"the two views of an image agreed to {agreed:.2f} at the end of training"
+        ends = f"the two views of an image agreed to {agreed:z.2f} at the end of training"
         return f"has not learnt: {ends}; {beside}; {ADVICE}"
     if found["lidar"] < GAIN * untrained["lidar"] or found["rankme"] < untrained["rankme"]:
         return f"hardly better than before training: {beside}; train longer, or {ADVICE}"

@@ -93,18 +93,24 @@ function copy(text, said) {
 /** While one types, the images whose names match are selected; Enter goes from one to the next. */
 function wireSearch() {
   const field = /** @type {HTMLInputElement} */ (byId("search-text"));
-  const named = payload.splits.some(({ files }) => files.length);
-  field.placeholder = named ? "part of a file name" : "class or number";
+  const named = payload.splits.filter(({ files }) => files.length).length;
+  const numbered = splits.some(({ label }) => label) ? "class or number" : "number";
+  field.placeholder = !named ? numbered : named < splits.length ? "name or number" : "part of a file name";
   let timer = 0;
   let at = -1;
   let asked = "";
   const look = () => {
     clearTimeout(timer);
-    const run = inUse();
-    const rows = run.split.matching(field.value);
+    // The images in use come first; if none of them is meant, those of the other map are.
+    const ids = [...new Set([inUse(), ...state.shown].map((run) => run.splitId))];
+    const found = ids.map((id) => splits[id].matching(field.value));
+    const which = Math.max(0, found.findIndex((rows) => rows.length));
+    const rows = found[which];
     [at, asked] = [-1, field.value];
-    byId("search-answer").textContent = field.value.trim() ? (rows.length ? counted(rows.length, "image") : "no image") : "";
-    listeners.selected(run, rows, `found by “${field.value.trim()}”`);
+    const where = ids.length > 1 ? `of ${splits[ids[which]].name}` : "";
+    byId("search-answer").textContent = field.value.trim() ? (rows.length ? counted(rows.length, "image", where) : "no image") : "";
+    ids.forEach((id) => choices[id].selected.clear());
+    listeners.selected(/** @type {Mapped} */ (state.shown.find((run) => run.splitId === ids[which])), rows, `found by “${field.value.trim()}”`);
   };
   field.addEventListener("input", () => {
     clearTimeout(timer);

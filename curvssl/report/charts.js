@@ -11,7 +11,8 @@ function ticks(low, high, count, whole) {
   /** @type {[number, string][]} */
   const found = [];
   for (let at = Math.ceil(low / size - 1e-9); at * size <= high + size * 1e-6; at++) {
-    const text = digits > 4 && at ? short(at * size) : (at * size || 0).toFixed(digits > 4 ? 0 : digits);
+    const value = at * size || 0; // never −0
+    const text = digits > 4 ? short(value) : value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
     found.push([at * size, text.replace("-", "−")]);
   }
   return found;

@@ -75,6 +75,10 @@ function drawCurves() {
   for (const [id, value] of /** @type {[string, number][]} */ ([["from-epoch", Math.max(drawn.from, Math.min(...epochs))], ["to-epoch", Math.min(drawn.to, Math.max(...epochs))]])) {
     /** @type {HTMLInputElement} */ (byId(id)).value = String(value);
   }
+  drawEnlarged();
+}
+
+function drawEnlarged() {
   const large = charts.find(({ key }) => key === drawn.enlarged);
   const size = innerWidth < 720 ? { width: 360, height: 300, left: 58, bottom: 36 } : { width: 900, height: 460, left: 70, bottom: 40 };
   byId("enlarged-chart").replaceChildren(...(large ? [lineChart(large, size)] : []));
@@ -202,7 +206,7 @@ function enlarge(key) {
   const dialog = /** @type {HTMLDialogElement} */ (byId("enlarged"));
   if (dialog.open) return;
   drawn.enlarged = key;
-  drawCurves();
+  drawEnlarged(); // not the small ones: the button that was pressed stays, and has the focus again afterwards
   dialog.showModal();
 }
 

@@ -267,7 +267,7 @@ function short(value) {
   if (typeof value !== "number") return value === null || value === undefined ? "–" : String(value);
   if (!Number.isFinite(value)) return "–";
   const size = Math.abs(value);
-  if (Number.isInteger(value) && size < 1e6) return value.toLocaleString("en");
+  if (Number.isInteger(value) ? size < 1e6 : size >= 1000 && size < 1e5) return Math.round(value).toLocaleString("en").replace("-", "−");
   if (size >= 1e5 || (size < 1e-3 && size > 0)) return value.toExponential(1).replace("e+", "e").replace("-", "−");
   return value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : size >= 1 ? 2 : 3).replace("-", "−");
 }

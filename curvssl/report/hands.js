@@ -70,6 +70,10 @@ function listen(view) {
   }, { passive: false });
 
   over.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") { // in the middle of a lasso it lets go of that, too
+      held.clear();
+      view.loop = [];
+    }
     if (event.ctrlKey || event.metaKey || event.altKey || !press(view, event.key, event.shiftKey)) return;
     event.preventDefault();
   });

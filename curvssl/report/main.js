@@ -187,7 +187,7 @@ function recolour() {
       element("em", {}, whose, term(word, label), kind && `, ${kind}`)));
   }
   const sets = [...new Set(state.shown.map((run) => run.splitId))].filter((id) => splits[id].label);
-  for (const id of sets) host.append(...classLegend(id, sets.length > 1));
+  for (const id of sets) host.append(...classLegend(id, state.shown.some((run) => run.splitId !== id)));
 }
 
 /** The classes of a set of images, each a switch. @param {number} splitId @param {boolean} named whether others are shown */

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from curvssl.config import UserError, all_but_the_seed
-from curvssl.evaluate.quality import ADVICE, said_last
+from curvssl.evaluate.quality import warning
 from curvssl.files import write_atomic
 from curvssl.methods import title_of
 
@@ -256,7 +256,7 @@ def payload(runs: Sequence[RunData]) -> dict[str, Any]:
             "provenance": {"run": run.name} | run.provenance,
             "probes": run.probes,
             "metrics": columns(run.metrics),
-            "warning": f"{why}: {ADVICE}" if (why := said_last(run.metrics, d_z=run.config.get("d_z", 1))) else "",
+            "warning": warning(run.metrics, d_z=run.config.get("d_z", 1), batch_size=run.config.get("batch_size", 1)),
             "split": 0,
             "points": None,
             "findings": run.findings,

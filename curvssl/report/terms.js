@@ -8,7 +8,7 @@ const TERMS = {
   views: ["view", "An image that was cropped, turned or recoloured at random. Training pulls the two views of an image together."],
   map: ["map", "UMAP draws the features in two dimensions, so that near neighbours stay near. Clusters mean something; their distance, the axes and the direction do not."],
   curvature: ["curvature", "How the nearest neighbours of an image lie around it, among the embeddings of a batch: the sum of cosines over the pairs of edges to them. Low where they surround it, high where they all lie to one side. With a kernel, Eq. (10), it is high where the neighbours are close together. Only values of one kind can be compared."],
-  rho: ["ρ", "The correlation of the curvature of an image's first view with that of its second, over many images: 1 if they always agree, 0 if they have nothing in common. The curvature is the one that the run's own loss uses, among the images of a batch. In the table and the geometry it is of the images on this page after training; in the training chart of the last batch of each epoch."],
+  rho: ["ρ", "The correlation of the curvature of an image's first view with that of its second, over many images: 1 if they always agree, 0 if they have nothing in common. The curvature is the one that the run's own loss aligns, or that of Eq. (6) if it aligns none, among the images of a batch. In the table and the geometry it is of the images on this page after training; in the training chart of the last batch of each epoch."],
   agreement: ["agreement", "How alike the curvature of an image's two views is: 1 if equal, below 0 if very different. Its mean over all images is ρ."],
   outlier: ["outlier score", "How far out an image lies among the features of all: about 1 for most, 3 for one that is three times as far out. High for odd, broken or misplaced images."],
   effective_rank: ["effective rank", "How many directions the embeddings use, of all they have. Near 1 the network gives almost the same answer for every image."],
@@ -55,7 +55,7 @@ function explain(word) {
   const box = byId("explain");
   box.hidden = !word;
   if (!word) return;
-  box.textContent = TERMS[word.dataset.term ?? ""][1];
+  box.textContent = byId(`term-${word.dataset.term}`).textContent;
   const at = word.getBoundingClientRect();
   const left = Math.max(8, Math.min(at.left, innerWidth - box.offsetWidth - 8));
   const top = at.bottom + 6 + box.offsetHeight > innerHeight ? at.top - box.offsetHeight - 6 : at.bottom + 6;
@@ -73,5 +73,12 @@ function glossary() {
   document.addEventListener("focusout", () => explain(null));
   document.addEventListener("scroll", () => explain(null), { passive: true, capture: true });
   byId("glossary").replaceChildren(...Object.entries(TERMS).flatMap(([id, [name, text]]) => [
-    element("dt", {}, name), element("dd", { id: `term-${id}` }, text)]));
+    element("dt", {}, name), element("dd", { id: `term-${id}` }, text, id === "rho" ? kinds() : "")]));
+}
+
+/** Which curvature the ρ of each run on the page is of. @returns {string} */
+function kinds() {
+  const of = (/** @type {string} */ kind) => new Set(mapped.filter((run) => run.kind === kind).map((run) => payload.groups[payload.runs[run.id].group].name));
+  const each = [...new Set(mapped.map((run) => run.kind))].map((kind) => `${[...of(kind)].join(", ")}: ${kind}`);
+  return each.length ? ` Here it is, of ${each.join("; of ")}.${each.length > 1 ? " Compare only ρ of the same curvature." : ""}` : "";
 }

@@ -24,7 +24,7 @@ from curvssl.data.named import Dataset
 from curvssl.data.order import Rows
 from curvssl.evaluate.features import Features, extract_over_ranks
 from curvssl.evaluate.probes import knn
-from curvssl.evaluate.quality import ADVICE, DEAD_RANK, gram_of, not_learning, rank_from, spectral
+from curvssl.evaluate.quality import ADVICE, collapses, gram_of, not_learning, rank_from, spectral
 from curvssl.files import say
 from curvssl.losses import Curvature, Loss, standardise
 from curvssl.models import Net
@@ -32,7 +32,6 @@ from curvssl.train.step import Step, means
 
 MONITOR_IMAGES = 5_000  # the monitor uses at most this many known and this many held-out images
 MEASURED_IMAGES = 2_000  # for the measures without labels, whose cost grows with the images and not only with d
-DEAD_STD = 1e-3  # embeddings whose standard deviation over images is below this have collapsed
 
 
 class Measured:
@@ -145,23 +144,11 @@ def alarm(
     if not math.isfinite(row["loss"]):
         names = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
         raise broken(names, step=broken_since(), epoch=row["epoch"])
-    signs = {
-        "collapse": (
-            row["z_std"] < DEAD_STD,
-            f"all images get nearly the same embedding (standard deviation {row['z_std']:.1e}): "
-            "try a lower --lr, a longer --warmup-epochs, or for vicreg a higher --variance",
-        ),
-        "dimensional collapse": (
-            row["effective_rank"] < max(1.5, DEAD_RANK * min(d_z, batch_size)),
-            f"the embeddings use {row['effective_rank']:.1f} of {d_z} dimensions: "
-            "try a longer --warmup-epochs, --lambda-emb nearer to 1/d_z (or a higher --covariance), or a larger "
-            "--batch-size",
-        ),
-    }
+    signs = collapses(row, d_z=d_z, batch_size=batch_size)
     if why := not_learning([*before, row], d_z=d_z):
-        signs["no learning"] = (True, f"{why}: {ADVICE}")
-    for name, (seen, advice) in signs.items():
-        if seen and name not in warned:
+        signs["no learning"] = f"{why}: {ADVICE}"
+    for name, advice in signs.items():
+        if name not in warned:
             warned.add(name)
             if ranks.is_main():
                 print(f"\n{name} in epoch {row['epoch']}: {advice}", file=sys.stderr)

@@ -25,6 +25,7 @@ from curvssl.evaluate.quality import (
     stable_rank,
     twonn,
     verdict,
+    warning,
 )
 from curvssl.losses import BarlowTwinsLoss, VICRegLoss
 
@@ -236,6 +237,7 @@ def test_every_published_run_that_did_not_learn_is_found_out_and_no_other(name: 
     said = [text for i in range(len(rows)) if (text := not_learning(rows[: i + 1], d_z=d_z))]
     assert bool(said) != learned(CELLS[name])
     assert bool(said_last(rows, d_z=d_z)) != learned(CELLS[name])
+    assert bool(warning(rows, d_z=d_z, batch_size=CELLS[name]["config"]["batch_size"])) != learned(CELLS[name])
     # ... and by its last rows, which the verdict reads
     ends = np.mean([agreement(row, d_z=d_z) for row in rows[-WINDOW_EPOCHS:]])
     if "invariance" in rows[-1]:

@@ -217,6 +217,56 @@ def test_page_is_never_wider_than_the_window(
     opened.context.close()
 
 
+@pytest.mark.parametrize("width", [390, 1280])
+def test_names_without_a_space_make_the_page_no_wider(browser: Any, tmp_path: Path, width: int) -> None:
+    """Names as long as a file system allows, of files, folders, classes and runs."""
+    of = dataclasses.replace(
+        pictured(60, classes=tuple(f"{'C' * 200}{i}" for i in range(10))),
+        files=tuple(f"{'f' * 200}/{'n' * 240}{i:02}.png" for i in range(60)),
+    )
+    runs = [run("curvssl", of), run("curvssl", of, where=1)]
+    runs = [
+        dataclasses.replace(made, name=f"{'r' * 200}{i}", config=made.config | {"k": i}) for i, made in enumerate(runs)
+    ]
+    first = {"row": 1, "name": of.files[1]}
+    unreadable = [{"name": "u" * 240, "error": "e" * 240}]
+    runs[0] = dataclasses.replace(
+        runs[0], findings={"duplicates": [[first, first]], "outliers": [], "typical": [], "unreadable": unreadable}
+    )
+    opened = single(browser, runs, tmp_path, viewport={"width": width, "height": 800})
+    for act in (
+        "choose(mapped[0], 5); stars()",
+        "listeners.selected(mapped[0], [1, 2, 30], 'in the lasso')",
+        "pickRead(mapped[0], 0, 0)",
+    ):
+        opened.page.evaluate(act)
+        opened.frame()
+        assert opened.page.evaluate("document.documentElement.scrollWidth") <= width, act
+    opened.page.fill("#search-text", "q" * 200)
+    opened.until("byId('search-answer').textContent !== ''")
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+    opened.context.close()
+
+
+def test_on_paper_nothing_is_cut_off_that_scrolls_on_a_screen(
+    browser: Any, grid: RunData, other: RunData, tmp_path: Path
+) -> None:
+    rows = [{"row": row, "name": "", "score": 3.0} for row in range(40)]
+    unreadable = [{"name": f"{i}.jpg", "error": "no image"} for i in range(80)]
+    found = {"duplicates": [rows[i : i + 2] for i in range(0, 40, 2)], "outliers": [], "typical": []}
+    runs = [dataclasses.replace(grid, findings=found | {"unreadable": unreadable}), other]
+    opened = single(browser, runs, tmp_path, viewport={"width": 690, "height": 1000})  # 18 cm
+    opened.page.emulate_media(media="print")
+    opened.frame()
+    cut = """[...document.querySelectorAll("main *")].filter((one) => getComputedStyle(one).overflow !== "visible"
+      && one.checkVisibility() && (one.scrollHeight > one.clientHeight + 1 || one.scrollWidth > one.clientWidth + 1)
+      && one.clientHeight).map((one) => one.className)"""
+    assert opened.page.evaluate(cut) == []
+    assert not opened.page.is_visible("#findings button:has-text('on the map')")
+    assert not opened.page.is_visible(".corner span")  # there is no room for it beside the first class
+    opened.context.close()
+
+
 def test_two_runs_of_ten_thousand_images_stay_under_eight_megabytes(browser: Any, tmp_path: Path) -> None:
     of = cifar10_test(10_000) or photographs(10_000)
     made = points(dataclasses.replace(of, images=of.images[:, :1, ::8, ::8]), seed=0)
@@ -373,6 +423,24 @@ def test_selected_images_are_in_view_even_if_one_was_kept_before(
     opened.context.close()
 
 
+def test_escape_lets_go_of_a_lasso_that_is_being_drawn(page: Opened) -> None:
+    page.page.click("#tool-lasso")
+    x, y = page.screen(25)
+    page.page.mouse.move(x - 60, y - 60)
+    page.page.mouse.down()
+    for corner in ((x + 60, y - 60), (x + 60, y + 60)):
+        page.page.mouse.move(*corner)
+        page.frame()
+    at = page.page.evaluate("maps[0].x")
+    page.page.keyboard.press("Escape")
+    page.page.mouse.move(x - 60, y + 60)
+    page.frame()
+    page.page.mouse.up()
+    page.frame()
+    assert page.selected() == []
+    assert page.page.evaluate("maps[0].x") == at  # what is left of the drag does not move the map
+
+
 def test_shift_adds_to_the_selection(page: Opened) -> None:
     x, y = page.screen(0)
     box = [(x - 9, y - 9), (x + 9, y - 9), (x + 9, y + 9), (x - 9, y + 9)]
@@ -425,6 +493,34 @@ def test_search_finds_images_by_words_of_their_file_names(browser: Any, grid: Ru
     opened.point_at(11)
     assert "IMG 011.jpg" in opened.page.inner_text("#tip")
     assert opened.page.evaluate("window.hacked") is None
+    opened.context.close()
+
+
+def test_search_finds_images_of_either_map_and_says_of_which(browser: Any, grid: RunData, tmp_path: Path) -> None:
+    of = pictured(30, name="photos")
+    of = dataclasses.replace(of, files=tuple(f"IMG {i:03}.jpg" for i in range(30)), classes=(), labels=None)
+    elsewhere = run("vicreg", of, where=1)
+    elsewhere = dataclasses.replace(elsewhere, config=elsewhere.config | {"dataset": "folder:photos"})
+    opened = single(browser, [grid, elsewhere], tmp_path)
+    for text, split, name, rows in (
+        ("img 017", 1, "photos", [17]),
+        ("23", 0, "digits test", [23]),
+        ("img 0", 1, "photos", [*range(30)]),
+    ):
+        opened.search(text)
+        assert opened.page.evaluate("state.split") == split
+        assert opened.page.evaluate("choices.map((choice) => choice.selected.size)")[1 - split] == 0
+        assert opened.selected() == rows
+        assert opened.page.inner_text("#search-answer") == f"{len(rows)} image{'s' * (len(rows) > 1)} of {name}"
+        opened.page.keyboard.press("Escape")
+        opened.page.evaluate("use(0)")
+    opened.search("nothing of it")
+    assert opened.page.inner_text("#search-answer") == "no image"
+    assert "digits test" in opened.page.inner_text("#legend")  # whose classes these are
+    opened.page.set_viewport_size({"width": 390, "height": 844})
+    opened.frame()
+    assert opened.page.evaluate("byId('summary').scrollWidth - byId('summary').clientWidth") == 0
+    assert opened.complaints == []
     opened.context.close()
 
 
@@ -729,9 +825,24 @@ def test_a_drag_across_a_chart_zooms_all_of_them_and_a_click_enlarges_one(page: 
     assert page.page.locator("dialog[open] [data-key=rho] svg").bounding_box()["width"] > 2 * box["width"]
     page.page.keyboard.press("Escape")
     assert not page.page.is_visible("dialog")
-    page.page.click("[data-key=rho] .larger")
+    page.page.focus("[data-key=rho] .larger")
+    page.page.keyboard.press("Enter")
+    assert page.page.is_visible("dialog [data-key=rho]")
     page.page.click("#enlarged-close")
     assert not page.page.is_visible("dialog")
+    assert page.page.evaluate("document.activeElement.ariaLabel") == "Enlarge ρ of the two views' curvature"
+
+
+def test_on_a_phone_an_enlarged_chart_names_all_runs_without_scrolling(
+    browser: Any, grid: RunData, tmp_path: Path
+) -> None:
+    methods = ("barlow-twins", "vicreg", "kernel-curvssl")
+    opened = single(browser, [grid, *(run(m, None) for m in methods)], tmp_path, viewport={"width": 390, "height": 844})
+    opened.page.click("[data-key=loss] .larger")
+    text = opened.page.inner_text("dialog .readout")
+    assert all(name in text for name in ("CurvSSL", "Barlow Twins", "VICReg", "kernel CurvSSL"))
+    assert opened.page.evaluate("byId('enlarged').scrollWidth - byId('enlarged').clientWidth") == 0
+    opened.context.close()
 
 
 # ---- the words
@@ -762,6 +873,26 @@ def test_rho_is_the_correlation_of_the_views(page: Opened, grid: RunData, other:
     for title, made in zip(titles, (grid, other), strict=True):
         assert made.points is not None
         assert title == f"ρ = {np.corrcoef(made.points.curvature)[0, 1]:.3f}"
+
+
+def test_rho_says_of_which_curvature_it_is(browser: Any, grid: RunData, other: RunData, tmp_path: Path) -> None:
+    assert other.points is not None
+    kernel = dataclasses.replace(other.points, kind="Eq. (10), rbf kernel, k = 10")
+    kernel_run = dataclasses.replace(run("kernel-curvssl", other.pictured), points=kernel)
+    opened = single(browser, [grid, other, kernel_run], tmp_path)
+    for place in ("#summary", "#curves"):
+        opened.page.focus(f"{place} [data-term=rho]")
+        text = opened.page.inner_text("#explain")
+        assert "of CurvSSL, Barlow Twins: Eq. (6), k = 10; of kernel CurvSSL: Eq. (10), rbf kernel, k = 10." in text
+    opened.context.close()
+
+
+def test_numbers_have_one_way_of_writing(page: Opened) -> None:
+    shown = [page.page.evaluate(f"short({value})") for value in (1702.4, 12345.6, -3, -1702.4, 0.5, -0.25)]
+    assert shown == ["1,702", "12,346", "−3", "−1,702", "0.500", "−0.250"]
+    marks = "ticks({}).map(([, text]) => text)"
+    assert page.page.evaluate(marks.format("0, 3000, 3")) == ["0", "1,000", "2,000", "3,000"]
+    assert page.page.evaluate(marks.format("-1, 1, 4")) == ["−1.0", "−0.5", "0.0", "0.5", "1.0"]
 
 
 def test_most_and_least_curved_images_are_shown(page: Opened, grid: RunData) -> None:
@@ -1163,6 +1294,23 @@ def test_the_line_of_a_run_that_did_not_learn_says_so(browser: Any, grid: RunDat
         opened.frame()
         assert opened.page.evaluate("byId('summary').scrollWidth - byId('summary').clientWidth") == 0
         assert opened.page.locator("#summary").bounding_box()["height"] < 300
+    opened.context.close()
+
+
+def test_the_line_of_a_run_that_collapsed_says_so(browser: Any, grid: RunData, tmp_path: Path) -> None:
+    rows = [row | {"z_std": 3e-5} if row["epoch"] > 18 else row for row in grid.metrics]
+    narrow = [row | {"effective_rank": 1.04} for row in grid.metrics]
+    again = [row | {"effective_rank": 1.04} if row["epoch"] < 10 else row for row in grid.metrics]
+    runs = [
+        dataclasses.replace(grid, name=name, metrics=found, config=grid.config | {"d_z": 64, "k": i})
+        for i, (name, found) in enumerate({"one": rows, "line": narrow, "recovered": again}.items())
+    ]
+    opened = single(browser, runs, tmp_path)
+    lines = opened.page.locator("#summary tbody tr").all_inner_texts()
+    assert [line.split("\t")[0] for line in lines[::2][:2]] == ["one", "line"]
+    assert "Does not learn: all images get nearly the same embedding (standard deviation 3.0e-05): try" in lines[1]
+    assert "Does not learn: the embeddings use 1.0 of 64 dimensions: try" in lines[3]
+    assert not any("Does not learn" in line for line in lines[4:])
     opened.context.close()
 
 
