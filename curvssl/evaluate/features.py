@@ -12,7 +12,7 @@ from curvssl import ranks
 from curvssl.collectives import rank
 from curvssl.config import UserError
 from curvssl.data.images import Images
-from curvssl.data.views import prepare
+from curvssl.data.views import Augment, prepare
 from curvssl.models import full_precision, no_search
 from curvssl.rundir import Run
 
@@ -88,6 +88,20 @@ def extract_over_ranks(
     if len(index) == len(images):
         return Features(h, z, labels)
     return Features(h[index], None if z is None else z[index], None if labels is None else labels[index], index)
+
+
+@torch.inference_mode()
+def extract_views(encoder: nn.Module, images: Images, augment: Augment, *, views: int) -> Tensor:
+    """h of augmented views of each image, with a fixed seed, (n, views, d), from the encoder as it is in `extract`.
+    Unreadable images are left out."""
+    place = next(encoder.parameters(), torch.empty(0)).device
+    numbers, made = torch.Generator().manual_seed(0), []
+    with _eval_mode([encoder]), no_search(), full_precision(), torch.autocast(place.type, enabled=False):
+        for batch in images.split(64):
+            u = torch.rand(views * len(batch), augment.draws, generator=numbers)
+            h = encoder(augment(batch.to(place).repeat_interleave(views, 0), u.to(place)))
+            made.append(h.float().unflatten(0, (-1, views)).cpu())
+    return torch.cat(made)[images.places()]
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch import Tensor
 from curvssl.geometry import nearest_neighbors
 from curvssl.kernels import rescaling, unit
 
+LIDAR_VIEWS = 10  # of each image. LiDAR's authors take 50, which costs five times as much
 ROUNDING = 1e-13  # eigenvalues below this share of the largest are float64's rounding
 
 
@@ -123,7 +124,7 @@ def _total_over_first(found: Tensor) -> float:
 
 
 def spectral(x: Tensor) -> dict[str, float]:
-    """The four measures above, of features (n, d), from two spectra instead of four: they are watched in training."""
+    """The four measures above, of features (n, d), from two spectra instead of four."""
     plain, centred = eigenvalues(gram_of(x, centre=False)), eigenvalues(gram_of(x))
     return {
         "rankme": _rankme(plain),
@@ -211,6 +212,13 @@ MEASURES = {
     "twonn": Measure("TwoNN", twonn, "to compare", "dimension of the surface on which the features lie"),
     "lidar": Measure("LiDAR", lidar, "higher", "directions that tell images apart, not views of one", views=True),
 }
+
+
+def measured(h: Tensor, views: Tensor) -> dict[str, float]:
+    """Every measure of features h (n, d), or of those of several views of some images (m, v, d)."""
+    found = spectral(h)
+    others = {name: measure for name, measure in MEASURES.items() if name not in found}
+    return found | {name: measure(views if measure.views else h) for name, measure in others.items()}
 
 
 # ---- does a run learn?

@@ -20,13 +20,12 @@ from curvssl.data.images import Images
 from curvssl.data.named import Dataset, Split, changed_since, describe, load_on_ranks
 from curvssl.data.views import Augment, resize
 from curvssl.evaluate import features
-from curvssl.evaluate.features import Features, extract_over_ranks, raw_pixels
+from curvssl.evaluate.features import Features, extract_over_ranks, extract_views, raw_pixels
 from curvssl.evaluate.probes import PROBES, RETRIEVAL, retrieval, summary
-from curvssl.evaluate.quality import MEASURES, WINDOW_EPOCHS, agreement, verdict
+from curvssl.evaluate.quality import LIDAR_VIEWS, MEASURES, WINDOW_EPOCHS, agreement, measured, verdict
 from curvssl.files import say, write_atomic
 from curvssl.geometry import curvature
 from curvssl.methods import title_of
-from curvssl.models import full_precision
 from curvssl.rundir import ROOTS, Run
 
 SPLITS = ("train", "test")  # and "all", both of the user's own images in the order of their files
@@ -34,7 +33,7 @@ PREDICTIONS = "predictions-test.npz"
 COLUMNS = (*PROBES, *RETRIEVAL)  # of a table of probed features
 PIXELS = 32
 QUALITY_IMAGES = 25_600  # as RankMe was published; a larger training split is sampled at random, with a fixed seed
-LIDAR_IMAGES, LIDAR_VIEWS = 1_000, 10  # of those. LiDAR's authors take 50 views, which costs as much as 50,000 images
+LIDAR_IMAGES = 1_000  # of those, for LiDAR
 
 
 class Changed(UserError):
@@ -211,9 +210,9 @@ def quality(run: Run, *, source: str = "auto") -> dict[str, Any]:
     """
     data = dataset_of(run, source=source)
     h, views = quality_features(run.load_parts()[0], run, data)
-    found = measures_of(h, views)
+    found = measured(h.to(here()), views.to(here()))
     random = run.make_net(channels=max(3, data.train.images.shape[1])).encoder.eval()
-    untrained = measures_of(*quality_features(random, run, data))
+    untrained = measured(*(x.to(here()) for x in quality_features(random, run, data)))
     ends = [agreement(row, d_z=run.config.d_z) for row in run.metrics()[-WINDOW_EPOCHS:]]
     results = {
         "images": len(h),
@@ -227,35 +226,18 @@ def quality(run: Run, *, source: str = "auto") -> dict[str, Any]:
     return results
 
 
-def measures_of(h: Tensor, views: Tensor) -> dict[str, float]:
-    """Every measure of features h (n, d), or of those of several views (n, v, d)."""
-    return {name: measure((views if measure.views else h).to(here())) for name, measure in MEASURES.items()}
-
-
 def quality_features(encoder: nn.Module, run: Run, data: Dataset) -> tuple[Tensor, Tensor]:
     """h of at most QUALITY_IMAGES training images, and of LIDAR_VIEWS augmented views of some: (n, d) and (m, v, d)."""
     images, config = data.train.images, run.config
     shape: dict[str, Any] = {"size": config.image_size, "mean": data.mean, "std": data.std}
     h = extract_over_ranks(encoder, images[sampled(len(images), QUALITY_IMAGES)], device=here(), **shape).h
     augment = Augment(**shape, **vars(config.augment)).to(here())
-    return h, features_of_views(encoder, images[sampled(len(images), LIDAR_IMAGES)], augment, views=LIDAR_VIEWS)
+    return h, extract_views(encoder, images[sampled(len(images), LIDAR_IMAGES)], augment, views=LIDAR_VIEWS)
 
 
 def sampled(n: int, limit: int) -> Tensor:
     """Sorted rows of n: all, or `limit` at random, with a fixed seed."""
     return torch.randperm(n, generator=torch.Generator().manual_seed(0))[:limit].sort().values
-
-
-@torch.inference_mode()
-def features_of_views(encoder: nn.Module, images: Images, augment: Augment, *, views: int) -> Tensor:
-    """h of augmented views of each image, with a fixed seed, (n, views, d); unreadable images are left out."""
-    numbers, made = torch.Generator().manual_seed(0), []
-    with full_precision():
-        for batch in images.split(64):
-            u = torch.rand(views * len(batch), augment.draws, generator=numbers)
-            h = encoder(augment(batch.to(here()).repeat_interleave(views, 0), u.to(here())))
-            made.append(h.float().unflatten(0, (-1, views)).cpu())
-    return torch.cat(made)[images.places()]
 
 
 def quality_rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:

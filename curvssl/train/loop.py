@@ -282,7 +282,9 @@ def _train(
             broken_since=lambda: done - step.broken_for() + 1,
         )
         if monitored:
-            row |= watch.monitor(kept, data, watched, rows_of, size=config.image_size, device=device)
+            row |= watch.monitor(
+                kept, data, watched, rows_of, size=config.image_size, augment=views.makers[0], device=device
+            )
         row["seconds"] = seconds + time.monotonic() - started
         unreadable = pool.exchange_bad()
         if main:

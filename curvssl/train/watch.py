@@ -22,16 +22,17 @@ from curvssl.config import UserError
 from curvssl.data.images import Images
 from curvssl.data.named import Dataset
 from curvssl.data.order import Rows
-from curvssl.evaluate.features import Features, extract_over_ranks
+from curvssl.data.views import Augment
+from curvssl.evaluate.features import Features, extract_over_ranks, extract_views
 from curvssl.evaluate.probes import knn
-from curvssl.evaluate.quality import ADVICE, collapses, gram_of, not_learning, rank_from, spectral
+from curvssl.evaluate.quality import ADVICE, LIDAR_VIEWS, collapses, gram_of, measured, not_learning, rank_from
 from curvssl.files import say
 from curvssl.losses import Curvature, Loss, standardise
 from curvssl.models import Net
 from curvssl.train.step import Step, means
 
 MONITOR_IMAGES = 5_000  # the monitor uses at most this many known and this many held-out images
-MEASURED_IMAGES = 2_000  # for the measures without labels, whose cost grows with the images and not only with d
+MEASURED_IMAGES = 2_000  # for the measures without labels; LiDAR has as many views, of a tenth of these images
 
 
 class Measured:
@@ -86,10 +87,11 @@ def judge(
     mean: tuple[float, ...],
     std: tuple[float, ...],
     classes: int,
+    augment: Augment,
     device: torch.device,
 ) -> dict[str, float]:
-    """The measures without labels of the features of the images `known`. With labels also knn, the accuracy in percent
-    of a kNN that knows those of `known` and predicts those of `held`.
+    """The measures without labels of the features of the images `known`, and of views that `augment` makes. With labels
+    also knn, the accuracy in percent of a kNN that knows those of `known` and predicts those of `held`.
 
     All ranks must call it: each extracts its share of the features.
     """
@@ -104,11 +106,12 @@ def judge(
         asked = features(held[:MONITOR_IMAGES])
         assert asked.y is not None
         row["knn"] = knn(bank.h, bank.y, asked.h, asked.y, classes=classes, device=device).accuracy[0]
-    return row | spectral(bank.h[:MEASURED_IMAGES].to(device))
+    views = extract_views(net.encoder, images[known[: MEASURED_IMAGES // LIDAR_VIEWS]], augment, views=LIDAR_VIEWS)
+    return row | measured(bank.h[:MEASURED_IMAGES].to(device), views.to(device))
 
 
 def monitor(
-    net: Any, data: Dataset, images: Images, rows: Rows, *, size: int, device: torch.device
+    net: Any, data: Dataset, images: Images, rows: Rows, *, size: int, augment: Augment, device: torch.device
 ) -> dict[str, float]:
     """What `judge` finds with the held-out rows; `images` are those of pretraining, on any device."""
     data.train.images.exchange_bad()
@@ -124,6 +127,7 @@ def monitor(
         mean=data.mean,
         std=data.std,
         classes=len(data.classes),
+        augment=augment,
         device=device,
     )
 

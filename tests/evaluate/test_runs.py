@@ -17,6 +17,7 @@ from curvssl.config import UserError
 from curvssl.data import named as data
 from curvssl.data.views import Augment
 from curvssl.evaluate import runs as evaluate
+from curvssl.evaluate.features import extract_views
 from curvssl.evaluate.probes import PROBES, RETRIEVAL
 from curvssl.evaluate.quality import MEASURES
 from curvssl.rundir import Run
@@ -202,7 +203,7 @@ def test_quality_measures_the_trained_and_the_untrained_encoder_and_says_what_it
 def test_the_views_of_lidar_are_augmented_images_through_the_encoder(runs: list[Run]):
     digits, net = data.load("digits"), runs[0].load_net()
     augment = Augment(size=8, mean=digits.mean, std=digits.std, **vars(runs[0].config.augment))
-    made = evaluate.features_of_views(net.encoder, digits.train.images[torch.arange(70)], augment, views=3)
+    made = extract_views(net.encoder, digits.train.images[torch.arange(70)], augment, views=3)
     assert made.shape == (70, 3, 128)
     u = torch.rand(3 * 64, augment.draws, generator=torch.Generator().manual_seed(0))  # of the first batch
     with torch.no_grad():

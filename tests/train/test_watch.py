@@ -15,8 +15,9 @@ from torch import Tensor
 from curvssl.config import UserError
 from curvssl.data import named as data
 from curvssl.data.order import hold_out
+from curvssl.data.views import Augment
 from curvssl.evaluate import quality
-from curvssl.evaluate.features import extract
+from curvssl.evaluate.features import extract, extract_views
 from curvssl.evaluate.quality import MEASURES, effective_rank, rank_from
 from curvssl.geometry import curvature, kernel_curvature
 from curvssl.losses import BarlowTwinsLoss, CurvSSLLoss, KernelCurvSSLLoss
@@ -25,7 +26,6 @@ from curvssl.train.loop import pretrain
 from curvssl.train.watch import alarm, geometry_of
 
 FINE = {"epoch": 3, "loss": 1.0, "z_std": 0.5, "effective_rank": 20.0}
-WATCHED = ["rankme", "alpha_req", "nesum", "stable_rank"]
 NOISE = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -147,13 +147,17 @@ def test_the_monitor_runs_every_few_epochs_and_leaves_the_network_alone():
     digits, net = data.load("digits"), run.load_net().train()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     _, held, known = hold_out(len(digits.train.images), share=SHORT.holdout, seed=SHORT.seed)
-    settings: dict[str, Any] = {"size": 8, "mean": digits.mean, "std": digits.std, "classes": 10}
+    shape: dict[str, Any] = {"size": 8, "mean": digits.mean, "std": digits.std}
+    augment = Augment(**shape, **vars(run.config.augment))
+    settings = shape | {"classes": 10, "augment": augment}
     images, labels = digits.train.images, digits.train.labels
     found = watch.judge(net, images, labels, known=known, held=held, device=torch.device("cpu"), **settings)
-    assert found == pytest.approx({name: run.metrics()[-1][name] for name in ("knn", *WATCHED)})
-    h = extract(net.encoder, images[known], size=8, mean=digits.mean, std=digits.std).h
-    assert {name: MEASURES[name](h) for name in WATCHED} == pytest.approx({name: found[name] for name in WATCHED})
+    assert found == pytest.approx({name: run.metrics()[-1][name] for name in ("knn", *MEASURES)})
+    h = extract(net.encoder, images[known], **shape).h
+    views = extract_views(net.encoder, images[known[:200]], augment, views=10)
+    for name, measure in MEASURES.items():
+        assert found[name] == pytest.approx(measure(views if measure.views else h)), name
     blind = watch.judge(net, images, None, known=known, held=held, device=torch.device("cpu"), **settings)
-    assert blind == {name: found[name] for name in WATCHED}  # the same without labels
+    assert blind == {name: found[name] for name in MEASURES}  # the same without labels
     assert net.training
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
