@@ -499,6 +499,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
             from curvssl.data.pack import pack
 
             path, shape = pack(folder, out, size=image_size)
+            tell_of_bad(path.with_suffix(".bad-images.txt"))
             use = shlex.join(["--dataset", f"array:{path}"])
             print(f"{path}: {shape[0]:,} images of {'×'.join(str(n) for n in shape[1:])}; use {use}")
 

@@ -291,7 +291,7 @@ def embed(run: Run, images: Path, *, out: Path) -> Features:
             arrays: dict[str, Any] = {"h": made.h.numpy()} | ({} if made.z is None else {"z": made.z.numpy()})
             if pixels.names is not None:
                 arrays["path"] = np.array(pixels[pixels.places()].names)
-                write_bad_images(out.with_name(out.name + ".bad-images.txt"), pixels.bad)
+            write_bad_images(out.with_name(out.name + ".bad-images.txt"), pixels.bad)
             write_atomic(out, lambda file: np.savez(file, **arrays))
         return made
 
