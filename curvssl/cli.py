@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -119,7 +120,11 @@ def tell_of_bad(path: Path) -> None:
 
 
 def could_not_be_read(n: int) -> str:
-    return f"{n:,} {'image' if n == 1 else 'images'} could not be read and took no part"
+    return f"{counted(n)} could not be read and took no part"
+
+
+def counted(n: int) -> str:
+    return f"{n:,} {'image' if n == 1 else 'images'}"
 
 
 def value_of(option: str, arguments: list[str]) -> str:
@@ -193,7 +198,8 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
             knn = f", kNN {last['knn']:.1f} %" if "knn" in last else ""
             after = "probe" if run.read_json("data.json").get("classes") else "map"
             epochs = "1 epoch" if last["epoch"] == 1 else f"{last['epoch']} epochs"
-            print(f"{run.path}: {epochs}, loss {last['loss']:.4g}{knn}; next: curvssl {after} {run.path}")
+            then = shlex.join(["curvssl", after, str(run.path)])
+            print(f"{run.path}: {epochs}, loss {last['loss']:.4g}{knn}; next: {then}")
             tell_of_bad(run.path / "bad-images.txt")
 
         return go
@@ -371,11 +377,11 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
             if not speaks():
                 return
             for query in result["queries"]:
-                print(printable(f"like {query['image']}, among {len(collection):,} images of {collection.name}:"))
+                print(printable(f"like {query['image']}, among {counted(len(collection))} of {collection.name}:"))
                 for one in query["found"]:
                     print(f"  {one['similarity']:.4f}  {printable(one['name'])}{'  (same pixels)' * one['same']}")
             if collection.unreadable:
-                asked = f"{run} --in {in_}" if in_ else str(run)
+                asked = shlex.join([str(run), *(["--in", str(in_)] if in_ else [])])
                 say(f"{could_not_be_read(len(collection.unreadable))}: curvssl inspect {asked} names them")
             sections = []
             if any(file.suffix.lower() != ".json" for file in out):
@@ -413,6 +419,8 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
             from curvssl.rundir import Run
 
             here = Run.read(run)
+            if out is None and not here.writable:
+                raise UserError(f"{run} cannot be written to: give another folder as --out")
             result, collection, scores = inspect(here, where=in_, source=source)
             if not speaks():
                 return
@@ -491,7 +499,9 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
             from curvssl.data.pack import pack
 
             path, shape = pack(folder, out, size=image_size)
-            print(f"{path}: {shape[0]:,} images of {'×'.join(str(n) for n in shape[1:])}; use --dataset array:{path}")
+            tell_of_bad(path.with_suffix(".bad-images.txt"))
+            use = shlex.join(["--dataset", f"array:{path}"])
+            print(f"{path}: {shape[0]:,} images of {'×'.join(str(n) for n in shape[1:])}; use {use}")
 
         return go
 

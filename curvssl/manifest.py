@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any, BinaryIO
 
 from curvssl.config import UserError
@@ -73,7 +74,7 @@ class Manifest:
 
     @property
     def accepting(self) -> str:
-        return f"restore it, or take what is there as it is: curvssl verify {self.subject} --accept"
+        return f"restore it, or take what is there as it is: curvssl verify {quote(str(self.subject))} --accept"
 
     # ---- writing
 
@@ -175,7 +176,7 @@ class Manifest:
             raise UserError(f"{path} cannot be read ({error.strerror}): mend that; nothing was changed") from None
 
     def _wrong(self, name: str, reason: str) -> Wrong:
-        by = self.entries().get(name, {}).get("by", "").replace("RUN", str(self.subject))
+        by = self.entries().get(name, {}).get("by", "").replace("RUN", quote(str(self.subject)))
         return Wrong(self.file.parent / name, reason, f"{by} makes it again" if by else self.accepting)
 
 
@@ -201,7 +202,8 @@ def sealed(path: Path, *, remedy: str) -> dict[str, Any]:
         check_regular(path)
         value = json.loads(path.read_bytes())
         if not isinstance(value, dict) or SEAL not in value:
-            raise Wrong(path, "has no checksum", f"take it as it is: curvssl verify {path} --accept; or {remedy}")
+            accepting = f"curvssl verify {quote(str(path))} --accept"
+            raise Wrong(path, "has no checksum", f"take it as it is: {accepting}; or {remedy}")
         if seal(value)[SEAL] != value[SEAL]:
             raise Wrong(path, "has changed since it was written", remedy)
         return value

@@ -94,6 +94,11 @@ class Run:
     # ---- files ----
 
     @property
+    def writable(self) -> bool:
+        """Whether files can be kept here. They cannot in another user's run, or on a medium that is read only."""
+        return os.access(self.path, os.W_OK)
+
+    @property
     def manifest(self) -> Manifest:
         return manifest_of(self.path)
 

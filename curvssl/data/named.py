@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -96,7 +97,7 @@ def load(name: str, *, root: Path | None = None, source: str = "auto", size: int
         here = Path(name).expanduser()
         if here.exists():
             kind = "folder" if here.is_dir() else "array"
-            raise UserError(f"{name} is no named data set but a path: use {kind}:{name}")
+            raise UserError(f"{name} is no named data set but a path: use {quote(f'{kind}:{name}')}")
         raise unknown("dataset", name, [*DATASETS, *(f"{prefix}:PATH" for prefix in PREFIXES)])
     root = Path(root or os.environ.get("CURVSSL_DATA") or "~/.cache/curvssl").expanduser()
     return DATASETS[name](root=root, source=source)

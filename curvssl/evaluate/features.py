@@ -13,6 +13,7 @@ from curvssl.collectives import rank
 from curvssl.config import UserError
 from curvssl.data.images import Images
 from curvssl.data.views import Augment, prepare
+from curvssl.files import say
 from curvssl.models import full_precision, no_search
 from curvssl.rundir import Run
 
@@ -123,7 +124,10 @@ def raw_pixels(images: Tensor) -> Tensor:
 
 
 def save(features: Features, run: Run, name: str, *, by: str = "curvssl probe RUN") -> None:
-    """Keep an npz with h and, where they exist, z, y and index in the run."""
+    """Keep an npz with h and, where they exist, z, y and index in the run, if it can be written to."""
+    if not run.writable:
+        say(f"{run.path} cannot be written to, so {name} is not kept and will be computed again")
+        return
     arrays = {"h": features.h, "z": features.z, "y": features.y, "index": features.index}
     kept = {key: array.numpy() for key, array in arrays.items() if array is not None}
     run.keep_arrays(name, by=by, **kept)

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from shlex import quote
 from statistics import fmean, stdev
 from typing import Any
 
@@ -56,11 +57,13 @@ def finetune(run: Run, *, labels: Sequence[str], draws: int = 3, source: str = "
     are among those of a larger one.
     """
     asked = {name: parsed(name) for name in labels}
+    if not asked:
+        raise UserError("no amount of labels was given: a number a class, such as 10, or a share, such as 1%")
     if draws < 1:
         raise UserError(f"draws={draws} needs to be 1 or more")
     data = dataset_of(run, source=source)
     if data.train.labels is None or data.test.labels is None:
-        raise UserError(f"{data.name} has no labels to learn from; curvssl quality {run.path} needs none")
+        raise UserError(f"{data.name} has no labels to learn from; curvssl quality {quote(str(run.path))} needs none")
     train, test = (features_of(run, data, split) for split in ("train", "test"))
     assert train.y is not None
     found = {}

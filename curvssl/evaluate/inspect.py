@@ -42,16 +42,17 @@ def inspect(
     """What there is to see in the run's own images, or in those of another folder or array, as plain data; also the
     collection, to whose rows the numbers point, and the outlier score of each row.
 
-    Of the run's own images it is stored in the run as inspect.json.
+    Of the run's own images it is stored in the run as inspect.json, if that can be written to.
     """
     with ranks.ranks(best_device()):
         collection = collection_of(run, where, source=source)
         if len(collection) < 3:
-            raise UserError(f"{collection.name} has {len(collection)} readable images: inspect needs 3 to compare")
+            readable = count(len(collection), "readable image")
+            raise UserError(f"{collection.name} has {readable}: inspect needs 3 to compare")
         if len(collection) > MANY and not torch.cuda.is_available() and ranks.is_main():
             say(f"comparing {len(collection):,} images with each other, which takes minutes on a CPU")
         result, scores = inspected(collection)
-        if where is None and ranks.is_main():
+        if where is None and ranks.is_main() and run.writable:
             run.keep_json("inspect.json", result, by="curvssl inspect RUN")
         return result, collection, scores
 

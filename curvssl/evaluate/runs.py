@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from curvssl.collectives import rank, world_size
 from curvssl.config import UserError, all_but_the_seed
 from curvssl.data.folders import canvas_of, open_images, write_bad_images
 from curvssl.data.images import Images
-from curvssl.data.named import Dataset, Split, changed_since, describe, load_on_ranks
+from curvssl.data.named import PREFIXES, Dataset, Split, changed_since, describe, load_on_ranks
 from curvssl.data.views import Augment, resize
 from curvssl.evaluate import features
 from curvssl.evaluate.features import Features, extract_over_ranks, extract_views, raw_pixels
@@ -42,6 +43,13 @@ class Changed(UserError):
 
 def dataset_of(run: Run, *, source: str = "auto") -> Dataset:
     """The data of a run, with the mean and standard deviation that its training used."""
+    kind, _, path = run.config.dataset.partition(":")
+    if kind in PREFIXES and not Path(path).expanduser().exists():
+        seen = "" if Path(path).expanduser().is_absolute() else f" below {Path.cwd()}"
+        raise UserError(
+            f"{run.path} was trained on {path}, which is not there{seen}: put it back, or, for search and inspect, "
+            "give its place as --in"
+        )
     data = load_on_ranks(run.config.dataset, source=source, size=run.config.image_size)
     if not run.knows("data.json"):
         return data  # not trained yet
@@ -115,7 +123,7 @@ def probe(run: Run, *, source: str = "auto", seeds: Sequence[int] = (0, 1, 2), f
         if data.train.labels is None or data.test.labels is None:
             raise UserError(
                 f"{data.name} has no labels, so that the {', '.join(PROBES)} probes are skipped; "
-                f"curvssl map {run.path} needs none: it colours by curvature"
+                f"curvssl map {quote(str(run.path))} needs none: it colours by curvature"
             )
         train, test = (features_of(run, data, split) for split in SPLITS)
         results = probe_features(train, test, seeds=seeds, classes=len(data.classes), keep_in=run)
@@ -265,7 +273,7 @@ def embed(run: Run, images: Path, *, out: Path) -> Features:
             arrays: dict[str, Any] = {"h": made.h.numpy()} | ({} if made.z is None else {"z": made.z.numpy()})
             if pixels.names is not None:
                 arrays["path"] = np.array(pixels[pixels.places()].names)
-                write_bad_images(out.with_name(out.name + ".bad-images.txt"), pixels.bad)
+            write_bad_images(out.with_name(out.name + ".bad-images.txt"), pixels.bad)
             write_atomic(out, lambda file: np.savez(file, **arrays))
         return made
 

@@ -210,11 +210,12 @@ def _other(run: Run, where: Path) -> Collection:
     if made is None:
         made = dataclasses.replace(make_features(run, images), z=None)
         if ranks.is_main():
-            old = [*run.path.glob(f"features-in-{place}-*.npz")]
+            old = [*run.path.glob(f"features-in-{place}-*.npz")] if run.writable else []
             for file in old:
                 file.unlink()
-            run.manifest.forget(*(file.name for file in old))
-            features.save(made, run, name, by="curvssl search RUN")
+            if old:
+                run.manifest.forget(*(file.name for file in old))
+            features.save(made, run, name, by="curvssl search RUN IMAGE --in FOLDER")
     parts = (("row ", _readable(images, made)),)
     return Collection(str(where), made.h, parts, _unreadable(images, made))
 

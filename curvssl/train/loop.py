@@ -157,7 +157,9 @@ def _train(
     steps_per_epoch = len(fit) // config.batch_size
     if steps_per_epoch == 0:
         raise UserError(
-            f"{len(fit)} training images do not fill one batch of {config.batch_size}: lower --batch-size (and --k)"
+            f"{len(fit)} training images do not fill one batch of {config.batch_size}: lower --batch-size"
+            + f" to {len(fit)} or less"
+            + f", and --k below that, {config.k} now" * (config.k >= len(fit))
             + ", or raise --limit" * bool(config.limit)
         )
     last = steps_per_epoch * config.epochs

@@ -327,6 +327,9 @@ def test_a_run_over_damaged_files_finishes_and_lists_them(tmp_path: Path):
     with np.load(tmp_path / "e.npz") as file:
         assert file["path"].tolist() == [f"{i:03}.jpg" for i in range(96)]
     assert len((tmp_path / "e.npz.bad-images.txt").read_text().splitlines()) == 4
+    np.save(tmp_path / "pixels.npy", np.zeros((2, 8, 8, 3), np.uint8))
+    embed(run, tmp_path / "pixels.npy", out=tmp_path / "e.npz")
+    assert not (tmp_path / "e.npz.bad-images.txt").exists()  # those of another folder
 
 
 # ---- an array

@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from pipeline import TINY, one_thread
 
+from curvssl.cli import main
 from curvssl.config import UserError
 from curvssl.data.arrays import arrays_in, open_array, read_arrays
 from curvssl.data.decode import FORMATS, decode, header
@@ -260,12 +261,16 @@ def test_every_odd_name_survives_training_packing_and_embedding(tmp_path: Path, 
     assert "\x1b" not in capfd.readouterr().err
 
 
-def test_a_list_of_bad_images_goes_when_there_are_none_any_more(tmp_path: Path):
+def test_bad_images_are_said_and_listed_and_the_list_goes_when_there_are_none_any_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     for i in range(40):
         square(tmp_path / "in" / f"{i}.png", i)
     (tmp_path / "in" / "0.png").write_bytes(b"no image")
-    listing = pack(tmp_path / "in", tmp_path / "out", size=8, progress=False)[0].with_suffix(".bad-images.txt")
+    main(["pack", str(tmp_path / "in"), str(tmp_path / "out"), "--image-size", "8"])
+    listing = tmp_path / "out.bad-images.txt"
     assert listing.exists()
+    assert f"1 image could not be read and took no part: {listing}" in capsys.readouterr().err
     square(tmp_path / "in" / "0.png")
     pack(tmp_path / "in", tmp_path / "out", size=8, progress=False)
     assert not listing.exists()

@@ -224,6 +224,11 @@ def test_an_entry_of_other_settings_is_computed_anew(run: Run):
     assert run.read_json("finetune.json")["5"] == entry  # the others stay
 
 
+def test_no_amount_of_labels_is_no_empty_table(run: Run):
+    with pytest.raises(UserError, match="no amount of labels was given: a number a class"):
+        few.finetune(run, labels=[])
+
+
 def test_data_without_labels_are_told_so(run: Run, tmp_path: Path):
     np.save(tmp_path / "pixels.npy", load("digits").train.images.pixels[:200].numpy())
     unlabelled = Run.create(tmp_path / "other", dataclasses.replace(TINY, dataset=f"array:{tmp_path / 'pixels.npy'}"))

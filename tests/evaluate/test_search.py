@@ -1,8 +1,10 @@
 """Finding images like a given one: against a loop in float64, faiss, and copies that are known."""
 
+import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -131,6 +133,56 @@ def test_a_folder_that_has_changed_since_is_searched_as_it_is(tmp_path: Path, ca
     (run.path / "data.json").write_text(json.dumps(facts))
     assert len(collection_of(run)) == 78
     assert "has changed since" in capsys.readouterr().err
+
+
+def test_a_run_that_cannot_be_written_to_is_searched_and_inspected_and_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    run = Run.read(shutil.copytree(photographed().path, tmp_path / "a run", ignore=shutil.ignore_patterns("*.npz")))
+    before = {file.name: file.read_bytes() for file in run.path.iterdir() if file.is_file()}
+    run.path.chmod(0o555)
+    may = os.access  # which root always may
+    monkeypatch.setattr(os, "access", lambda path, mode: path != run.path and may(path, mode))
+    root, _ = photographs()
+    try:
+        main(["search", str(run.path), str(root / "8.png"), "--in", str(root / "copies"), "--k", "1"])
+        main(["inspect", str(run.path), "--out", str(tmp_path / "found")])
+        said = capsys.readouterr().err
+        with pytest.raises(SystemExit):
+            main(["inspect", str(run.path)])
+    finally:
+        run.path.chmod(0o755)
+    assert {file.name: file.read_bytes() for file in run.path.iterdir() if file.is_file()} == before
+    assert (tmp_path / "found" / "inspect.json").is_file()
+    assert f"{run.path} cannot be written to, so features-test.npz is not kept" in said
+    assert "cannot be written to: give another folder as --out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("below", [True, False])
+def test_images_that_were_moved_are_told_so_and_found_where_they_are_now(
+    below: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    run, (root, _) = photographed(), photographs()
+    was = "my photos" if below else str(tmp_path / "my photos")
+    run = Run(run.path, dataclasses.replace(run.config, dataset=f"folder:{was}"))
+    seen = f" below {tmp_path}" if below else ""
+    with pytest.raises(UserError, match=re.escape(f"was trained on {was}, which is not there{seen}: put it back")):
+        collection_of(run)
+    assert len(collection_of(run, root)) == 78
+
+
+def test_a_command_that_is_suggested_can_be_typed_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run, images = tmp_path / "my run", tmp_path / "my images"
+    shutil.copytree(photographed().path, run)
+    images.mkdir()
+    for name in ("8.png", "10.png", "12.png", "broken.jpg"):
+        shutil.copy(photographs()[0] / name, images)
+    main(["search", str(run), str(images / "8.png"), "--in", str(images)])
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "names them" in line)
+    command = line.partition("took no part: ")[2].removesuffix(" names them")
+    main(shlex.split(command)[1:])
+    assert "unreadable: 1 file" in capsys.readouterr().out
 
 
 def test_images_without_names_are_called_by_their_split_and_row():

@@ -301,6 +301,9 @@ def test_a_path_that_is_given_as_a_data_set_is_told_how_to_name_it(tmp_path: Pat
     (tmp_path / "photos").mkdir()
     with pytest.raises(UserError, match="photos is no named data set but a path: use folder:photos"):
         load("photos")
+    (tmp_path / "my photos").mkdir()
+    with pytest.raises(UserError, match="use 'folder:my photos'"):
+        load("my photos")
 
 
 @pytest.mark.parametrize("wrong", ["digit", "folder:photos"])

@@ -12,6 +12,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pipeline import TINY, one_thread, rows, weights
@@ -288,6 +289,17 @@ def test_a_batch_that_the_images_do_not_fill_is_refused_and_stands_in_nobodys_wa
     with pytest.raises(UserError, match="719 training images do not fill one batch of 2000: lower --batch-size"):
         pretrain(dataclasses.replace(TINY, batch_size=2000), out=tmp_path)
     assert pretrain(dataclasses.replace(TINY, batch_size=640, epochs=1), out=tmp_path, progress=False).finished
+
+
+def test_what_a_folder_of_twelve_images_is_told_to_do_works(tmp_path: Path):
+    few = torch.randint(256, (12, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    np.save(tmp_path / "few.npy", few.numpy())
+    asked = dataclasses.replace(TINY, dataset=f"array:{tmp_path / 'few.npy'}", holdout=0.1, k=10, batch_size=0)
+    with pytest.raises(UserError, match=r"10 training .* to 10 or less, and --k below that, 10 now") as told:
+        pretrain(asked, out=tmp_path / "run", progress=False)
+    assert "batch of 16" in str(told.value)
+    mended = dataclasses.replace(asked, batch_size=10, k=9)
+    assert pretrain(mended, out=tmp_path / "run", progress=False).finished
 
 
 def test_sizes_that_the_images_chose_stay_when_the_run_goes_on(tmp_path: Path, stop_at: Callable[[int], None]):
