@@ -49,10 +49,11 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         fail(f"this command needs {error.name}: pip install 'curvssl[train]'")
     except KeyboardInterrupt as stopped:
-        number = getattr(stopped, "number", 2)
+        number = getattr(stopped, "number", None)  # of the signal that training has obeyed
         if speaks():
-            print("\nstopped; the same command goes on from here", file=sys.stderr)
-        sys.exit(128 + number)
+            kept = "the same command goes on from here" if number else "what was finished is kept"
+            print(f"\nstopped; {kept}", file=sys.stderr)
+        sys.exit(128 + (number or 2))
     except BrokenPipeError:
         sys.exit(1)
     except IsADirectoryError as error:
