@@ -73,12 +73,18 @@ function showSelection(most = SHOWN) {
 
 /** @param {number[]} rows */
 function exportCsv(rows) {
-  const split = splits[state.split];
-  const quoted = (/** @type {string} */ text) => `"${text.replaceAll('"', '""')}"`;
-  const lines = rows.map((row) => [split.index(row), quoted(split.path(row)), split.label ? quoted(split.classes[split.label[row]]) : ""].join(","));
-  const address = URL.createObjectURL(new Blob([["index,image,label", ...lines, ""].join("\n")], { type: "text/csv" }));
+  const address = URL.createObjectURL(new Blob([csvOf(rows)], { type: "text/csv" }));
   element("a", { href: address, download: "selection.csv" }).click();
   setTimeout(() => URL.revokeObjectURL(address), 1000);
+}
+
+/** @param {number[]} rows */
+function csvOf(rows) {
+  const split = splits[state.split];
+  const quoted = (/** @type {string} */ text) => `"${text.replaceAll('"', '""')}"`;
+  const safe = (/** @type {string} */ path) => (/^[=+\-@\t\r]/.test(path) ? `./${path}` : path); // a file, and no formula
+  const lines = rows.map((row) => [split.index(row), quoted(safe(split.path(row))), split.label ? quoted(split.classes[split.label[row]]) : ""].join(","));
+  return ["index,image,label", ...lines, ""].join("\n");
 }
 
 /** @param {string} text @param {HTMLElement} said */

@@ -134,7 +134,7 @@ def compare_embedding() -> None:
     plain, quick = (
         make_step("curvssl", "eager", torch.device("cpu"), net=small_net("resnet18"), **many) for _ in range(2)
     )
-    rows, u = torch.arange(6), draw(plain, 6)
+    rows, u = torch.arange(4), draw(plain, 4)
     fast = FastStep(quick, "captured")
     fast._compiled = lambda function, **_: function  # type: ignore[method-assign]
     z, expected = plain.embed(rows, u)

@@ -476,6 +476,7 @@ def test_search_finds_images_by_words_of_their_file_names(browser: Any, grid: Ru
     assert grid.pictured is not None
     names = [f"{'Été' if i % 2 else 'winter'}/IMG {i:03}{NASTY if i == 9 else ''}.jpg" for i in range(60)]
     names[11] = names[11].replace("Été", "E\u0301te\u0301")  # as macOS writes it
+    names[14] = "=1+1.jpg"  # which a spreadsheet would compute
     part = dataclasses.replace(grid.pictured, files=tuple(names))
     opened = single(browser, [dataclasses.replace(grid, pictured=part)], tmp_path)
     opened.page.fill("#search-text", "ÉTÉ img")  # found while one types
@@ -492,6 +493,7 @@ def test_search_finds_images_by_words_of_their_file_names(browser: Any, grid: Ru
     assert opened.page.inner_text("#selection figcaption") == f"IMG 009{NASTY}.jpg".split("/")[-1]
     opened.point_at(11)
     assert "IMG 011.jpg" in opened.page.inner_text("#tip")
+    assert opened.page.evaluate("csvOf([14])").splitlines()[1].split(",")[1] == '"./=1+1.jpg"'
     assert opened.page.evaluate("window.hacked") is None
     opened.context.close()
 
