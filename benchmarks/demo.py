@@ -20,7 +20,7 @@ import torch
 from curvssl.config import CHOICES, demo
 from curvssl.data.named import load
 from curvssl.evaluate.probes import PROBES
-from curvssl.evaluate.runs import NAMES
+from curvssl.methods import title_of
 from curvssl.rundir import Run, provenance
 from curvssl.train.loop import make_criterion, make_views
 from curvssl.train.step import Step, make_optimizer
@@ -84,7 +84,7 @@ def main() -> None:
         seconds = time.perf_counter() - started
         runs = [Run.read(Path(folder) / method) for method in CHOICES["method"]]
         training = sum(run.read_json("provenance.json")["seconds"] for run in runs)
-        probed = {NAMES[run.config.method]: run.read_json("probes.json") for run in runs}
+        probed = {title_of(run.config.method): run.read_json("probes.json") for run in runs}
         floors = {name: probed["CurvSSL"][name] for name in ("raw pixels", "random encoder")}
         accuracy = {name: {p: probes[p] for p in PROBES} for name, probes in (floors | probed).items()}
     found = {"seconds": seconds, "training_seconds": training, "threads": torch.get_num_threads()} | costs

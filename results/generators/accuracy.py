@@ -520,6 +520,22 @@ def statistics_of_whole_images() -> str:
 
 
 @table
+def teacher_on_cpu() -> str:
+    """A teacher and a flow on a small proxy, at equal epochs and in about equal time."""
+    noted = read("strong-notes.json")["teacher_on_cpu"]
+    rows = [
+        [
+            r["name"],
+            f"{r['epochs']}",
+            *(" / ".join(f"{seed[probe]:.1f}" for seed in r["seeds"]) for probe in ("linear", "knn")),
+        ]
+        for r in noted["rows"]
+    ]
+    header = ("", "epochs", "linear, by seed", "kNN")
+    return markdown(header, rows, "strong-notes.json", f"CPU, commit {noted['commit']}")
+
+
+@table
 def strong_time() -> str:
     """What the longer runs of the study took."""
     rows, cells = [], cells_of("strong")
