@@ -32,7 +32,7 @@ LONG = (
     "test_steps.py",
     "test_system.py",
     "test_loop.py",
-    "test_report.py",
+    "test_collect.py",
 )
 # UMAP compiles for ten seconds or more in each process that draws a map, and for half a minute in the first of a new
 # installation, so one worker draws all maps.

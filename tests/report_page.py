@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from curvssl.geometry import curvature, nearest_neighbors
-from curvssl.report.page import NEIGHBORS, Pictured, Points, RunData
+from curvssl.report.page import NEIGHBORS, Pictured, Points, RunData, render
 
 
 def pictured(n: int, *, name: str = "digits test", classes: tuple[str, ...] | None = None) -> Pictured:
@@ -235,3 +235,19 @@ class Opened:
         return self.page.evaluate(
             "(selector) => [...document.querySelectorAll(selector)].map((one) => Number(one.dataset.row))", selector
         )
+
+
+def single(browser: Any, runs: list[RunData], folder: Path, **context: Any) -> Opened:
+    return Opened(browser, render(runs, folder / "report.html"), **context)
+
+
+def around(opened: Opened, corners: list[tuple[float, float]]) -> None:
+    """Draw a lasso through the corners."""
+    opened.page.click("#tool-lasso")
+    opened.screen(0)
+    opened.page.mouse.move(*corners[0])
+    opened.page.mouse.down()
+    for corner in corners[1:]:
+        opened.page.mouse.move(*corner, steps=3)
+    opened.page.mouse.up()
+    opened.frame()
