@@ -17,6 +17,8 @@ from curvssl.files import say
 from curvssl.models import full_precision, no_search
 from curvssl.rundir import Run
 
+BATCH_SIZE = 512  # images at a time; with thousands cuDNN's convolutions in float32 are slow
+
 
 @dataclass(frozen=True)
 class Features:
@@ -42,7 +44,7 @@ def extract(
     std: Sequence[float],
     projector: nn.Module | None = None,
     labels: Tensor | None = None,
-    batch_size: int = 512,
+    batch_size: int = BATCH_SIZE,
     device: torch.device | str | None = None,
 ) -> Features:
     """h = f(x) and z = g(h) of uint8 images (N, C, H, W), after the evaluation transform.
@@ -98,7 +100,7 @@ def extract_views(encoder: nn.Module, images: Images, augment: Augment, *, views
     place = next(encoder.parameters(), torch.empty(0)).device
     numbers, made = torch.Generator().manual_seed(0), []
     with _eval_mode([encoder]), no_search(), full_precision(), torch.autocast(place.type, enabled=False):
-        for batch in images.split(64):
+        for batch in images.split(BATCH_SIZE // views):
             u = torch.rand(views * len(batch), augment.draws, generator=numbers)
             h = encoder(augment(batch.to(place).repeat_interleave(views, 0), u.to(place)))
             made.append(h.float().unflatten(0, (-1, views)).cpu())

@@ -205,7 +205,7 @@ def test_the_views_of_lidar_are_augmented_images_through_the_encoder(runs: list[
     augment = Augment(size=8, mean=digits.mean, std=digits.std, **vars(runs[0].config.augment))
     made = extract_views(net.encoder, digits.train.images[torch.arange(70)], augment, views=3)
     assert made.shape == (70, 3, 128)
-    u = torch.rand(3 * 64, augment.draws, generator=torch.Generator().manual_seed(0))  # of the first batch
+    u = torch.rand(3 * 70, augment.draws, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         h = net.encoder(augment(digits.train.images.pixels[5].expand(3, -1, -1, -1), u[15:18]))
     assert torch.allclose(made[5], h, atol=1e-5)
