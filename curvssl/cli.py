@@ -414,7 +414,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
         """
 
         def go() -> None:
-            from curvssl.evaluate.inspect import inspect, summary, write_tables
+            from curvssl.evaluate.inspect import folder_for, inspect, summary, write_tables
             from curvssl.files import write_json
             from curvssl.report import sheet
             from curvssl.rundir import Run
@@ -425,7 +425,7 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
             result, collection, scores = inspect(here, where=in_, source=source)
             if not speaks():
                 return
-            folder = out or here.path / (f"inspect-{in_.resolve().name}" if in_ else "inspect")
+            folder = out or folder_for(here, in_)
             write_tables(result, collection, scores, folder)
             write_json(folder / "inspect.json", result)
             title = f"{collection.name}, inspected by {here.path}"

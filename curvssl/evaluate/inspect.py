@@ -2,6 +2,8 @@
 
 import csv
 import io
+import itertools
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -225,6 +227,25 @@ def summary(result: dict[str, Any]) -> str:
 
 def count(n: int, what: str) -> str:
     return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
+def folder_for(run: Run, where: Path | None) -> Path:
+    """Where the tables go by default: RUN/inspect or, of another place, RUN/inspect-NAME. Those of a second place of the
+    same name go to inspect-NAME-2, and so on: they replace nothing."""
+    if where is None:
+        return run.path / "inspect"
+    names = (f"inspect-{where.resolve().name}" + f"-{n}" * (n > 1) for n in itertools.count(1))
+    return next(folder for name in names if _is_of(folder := run.path / name, where))
+
+
+def _is_of(folder: Path, where: Path) -> bool:
+    """Whether the tables in a folder are of this place, or it has none."""
+    try:
+        return Path(json.loads((folder / "inspect.json").read_bytes())["collection"]).resolve() == where.resolve()
+    except FileNotFoundError:
+        return True
+    except (ValueError, KeyError, TypeError):  # somebody else's
+        return False
 
 
 def write_tables(result: dict[str, Any], collection: Collection, scores: np.ndarray, folder: Path) -> list[Path]:

@@ -205,6 +205,17 @@ def test_another_folder_is_not_taken_for_the_runs_own(table: Path, tmp_path: Pat
     assert photographed().read_json("inspect.json") == before
 
 
+def test_two_folders_of_one_name_have_tables_each(tmp_path: Path):
+    root, _ = photographs()
+    run = Path(shutil.copytree(photographed().path, tmp_path / "run"))
+    here = shutil.copytree(root / "copies", tmp_path / "copies")
+    for where in (root / "copies", here, here):
+        main(["inspect", str(run), "--in", str(where)])
+    for name, where in (("inspect-copies", root / "copies"), ("inspect-copies-2", here)):
+        assert json.loads((run / name / "inspect.json").read_bytes())["collection"] == str(where)
+    assert not (run / "inspect-copies-3").exists()
+
+
 def test_all_unreadable_files_are_named_however_many_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """In another folder, and in the run's own, of which files were damaged after training."""
     root, _ = photographs()
