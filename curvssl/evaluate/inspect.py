@@ -230,8 +230,8 @@ def count(n: int, what: str) -> str:
 
 
 def folder_for(run: Run, where: Path | None) -> Path:
-    """Where the tables go by default: RUN/inspect or, of another place, RUN/inspect-NAME. Those of a second place of the
-    same name go to inspect-NAME-2, and so on: they replace nothing."""
+    """Where tables go by default: RUN/inspect or, of another place, RUN/inspect-NAME. Those of a second place of the same
+    name go to inspect-NAME-2, and so on: they replace nothing."""
     if where is None:
         return run.path / "inspect"
     names = (f"inspect-{where.resolve().name}" + f"-{n}" * (n > 1) for n in itertools.count(1))
