@@ -230,7 +230,7 @@ def count(n: int, what: str) -> str:
 
 
 def folder_for(run: Run, where: Path | None) -> Path:
-    """Where tables go by default: RUN/inspect or, of another place, RUN/inspect-NAME. Those of a second place of the same
+    """Where tables go by default: RUN/inspect or, of another place, RUN/inspect-NAME. Those of a second place of this
     name go to inspect-NAME-2, and so on: they replace nothing."""
     if where is None:
         return run.path / "inspect"
