@@ -23,6 +23,7 @@ from curvssl.kernels import (
     directions,
     inverse_root,
     kernel_width,
+    linear,
     product,
     rescaling,
     rescaling_with_gradient,
@@ -229,6 +230,8 @@ def kernel_scores(queries: Tensor, points: Tensor, *, kernel: Kernel, width: Ten
             local = kernel(around, around, gamma=width[..., None])
         return (local.sum((2, 3)) - local.diagonal(dim1=2, dim2=3).sum(-1)) / 2
     edges = _edges(queries, points, neighbors)
+    if kernel.gram is linear:  # only directions matter, and squares of edges far shorter than the points would be 0
+        edges = unit(edges)
     local = kernel(edges, edges, gamma=width[..., None])  # K, (v, b, k, k)
     scale = inverse_root(local.diagonal(dim1=2, dim2=3))
     local = local * scale[..., :, None] * scale[..., None, :]  # K', Eq. (9)

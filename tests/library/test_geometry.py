@@ -123,6 +123,13 @@ def test_linear_kernel_gives_back_curvature_also_with_duplicates() -> None:
     torch.testing.assert_close(kernel_curvature(x, kernel="linear"), curvature(x), rtol=1e-12, atol=1e-12)
 
 
+def test_linear_kernel_gives_back_curvature_far_from_the_origin() -> None:
+    x = normal(30, 2) * 1e-84
+    x[:, 0] = -7.8e144  # the same for all, so that every edge is exact
+    torch.testing.assert_close(kernel_curvature(x, k=5, kernel="linear"), curvature(x, k=5), rtol=1e-12, atol=1e-12)
+    assert curvature(x, k=5).abs().max() > 1
+
+
 def test_cosine_kernel_gives_curvature_of_the_neighbours_by_angle() -> None:
     x = normal(30, 5)
     near = torch.as_tensor(oracles.nearest(x.numpy(), k=6, pair=PAIRS["cosine"]))
