@@ -18,7 +18,7 @@ from tyro.conf import Positional
 
 from curvssl import __version__
 from curvssl.config import PRESETS, PretrainConfig, UserError, unknown
-from curvssl.files import printable, say
+from curvssl.files import count, printable, say
 from curvssl.methods import title_of
 
 MAY_BE_EMPTY = ("--only", "--preset")
@@ -121,11 +121,7 @@ def tell_of_bad(path: Path) -> None:
 
 
 def could_not_be_read(n: int) -> str:
-    return f"{counted(n)} could not be read and took no part"
-
-
-def counted(n: int) -> str:
-    return f"{n:,} {'image' if n == 1 else 'images'}"
+    return f"{count(n, 'image')} could not be read and took no part"
 
 
 def value_of(option: str, arguments: list[str]) -> str:
@@ -377,8 +373,9 @@ def commands(defaults: PretrainConfig) -> dict[str, Callable[..., Any]]:
             result, collection = search(here, images, where=in_, k=k, source=source)
             if not speaks():
                 return
+            among = f"among {count(len(collection), 'image')} of {collection.name}"
             for query in result["queries"]:
-                print(printable(f"like {query['image']}, among {counted(len(collection))} of {collection.name}:"))
+                print(printable(f"like {query['image']}, {among}:"))
                 for one in query["found"]:
                     print(f"  {one['similarity']:.4f}  {printable(one['name'])}{'  (same pixels)' * one['same']}")
             if collection.unreadable:

@@ -153,6 +153,11 @@ def say(line: str) -> None:
     print(f"curvssl: {printable(line)}", file=sys.stderr, flush=True)
 
 
+def count(n: int, what: str) -> str:
+    """As in "1 image" and "2,000 images"."""
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
 def printable(text: str) -> str:
     """Text in one line: a file name may hold newlines, and characters that a terminal takes for commands."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda found: repr(found[0])[1:-1], text)

@@ -17,7 +17,7 @@ from curvssl import ranks
 from curvssl.config import UserError
 from curvssl.evaluate.runs import best_device
 from curvssl.evaluate.search import Collection, collection_of, nearest
-from curvssl.files import printable, say, write_bytes
+from curvssl.files import count, printable, say, write_bytes
 from curvssl.rundir import Run
 
 NEIGHBORS = 20  # of each image, among which its near-duplicates are sought
@@ -223,10 +223,6 @@ def summary(result: dict[str, Any]) -> str:
     ]
     # The blank lines are ours, and every other sign in a name is made visible.
     return "\n".join("\n" * part.startswith("\n") + printable(part.removeprefix("\n")) for part in parts)
-
-
-def count(n: int, what: str) -> str:
-    return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
 def folder_for(run: Run, where: Path | None) -> Path:

@@ -269,7 +269,12 @@ function short(value) {
   const size = Math.abs(value);
   if (Number.isInteger(value) ? size < 1e6 : size >= 1000 && size < 1e5) return Math.round(value).toLocaleString("en").replace("-", "−");
   if (size >= 1e5 || (size < 1e-3 && size > 0)) return value.toExponential(1).replace("e+", "e").replace("-", "−");
-  return value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : size >= 1 ? 2 : 3).replace("-", "−");
+  return fixed(value, size >= 100 ? 0 : size >= 10 ? 1 : size >= 1 ? 2 : 3);
+}
+
+/** With a minus sign, which a hyphen is not. @param {number} value @param {number} digits @returns {string} */
+function fixed(value, digits) {
+  return value.toFixed(digits).replace("-", "−");
 }
 
 /** @param {number} seconds @returns {string} */

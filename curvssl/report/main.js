@@ -153,7 +153,7 @@ function stars() {
     const canvas = /** @type {HTMLCanvasElement} */ (element("canvas", { width: 520, height: 520, class: "star", role: "img", "aria-label": `Edges from ${run.split.path(row)} to its neighbours` }));
     const near = neighborsOf(run, row);
     const cells = cosine.map((line, a) => element("tr", {}, element("th", { scope: "row" }, thumbnail(run.split, near[a])), ...line.map((value, b) => {
-      const td = element("td", {}, a === b ? "" : value.toFixed(2).replace("-", "−"));
+      const td = element("td", {}, a === b ? "" : fixed(value, 2));
       td.style.setProperty("--share", String(a === b ? 0 : value));
       return td;
     })));

@@ -27,7 +27,7 @@ function build() {
     const xy = new Float32Array(2 * run.split.count);
     run.curvature.forEach((values, axis) => values.forEach((value, row) => (xy[2 * row + axis] = (value - low) / extent)));
     const host = element("div", { class: "canvas" });
-    byId("scatters").append(card([term("rho"), ` = ${run.rho.toFixed(3).replace("-", "−")}`], `${run.name}, ${run.kind}: curvature of the first view across, of the second upwards; on the dashed line they are equal.`, host));
+    byId("scatters").append(card([term("rho"), ` = ${fixed(run.rho, 3)}`], `${run.name}, ${run.kind}: curvature of the first view across, of the second upwards; on the dashed line they are equal.`, host));
     return new Cloud(host, run, { label: `Curvature of the two views, ${run.name}`, edges: false, xy, axes: scatterAxes(low, extent) }, listeners);
   });
   byId("histograms").replaceChildren(...shown.map((run) => card([term("curvature", "Curvature"), `, ${run.name}`], "", viewKey(), histogram(run.curvature, ["first view", "second view"], VIEW_COLOURS, run.kind))));
@@ -95,7 +95,7 @@ function summary() {
     const wall = runs.map((run) => Number(run.provenance.seconds ?? run.metrics.seconds?.at(-1) ?? NaN));
     const rank = last("effective_rank");
     const directions = element("td", {}, short(rank), ...(rank !== null && runs[0].config.d_z ? [element("span", {}, ` of ${runs[0].config.d_z}`)] : []));
-    const values = [...probed.map((name) => percent(pooled(runs, [name]))), own.length ? mean(own.map((run) => run.rho)).toFixed(3).replace("-", "−") : "–",
+    const values = [...probed.map((name) => percent(pooled(runs, [name]))), own.length ? fixed(mean(own.map((run) => run.rho)), 3) : "–",
       directions, short(last("epoch")), wall.every(Number.isFinite) ? duration(mean(wall)) : "–"];
     const name = element("th", { scope: "row" }, element("i", { class: "dot" }), group.name, group.runs.length > 1 ? `, ${group.runs.length} seeds` : "");
     const warning = runs.find((run) => run.warning)?.warning;

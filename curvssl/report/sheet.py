@@ -13,9 +13,8 @@ import numpy as np
 
 from curvssl.config import UserError
 from curvssl.evaluate import maps
-from curvssl.evaluate.inspect import count
 from curvssl.evaluate.search import Collection
-from curvssl.files import printable, write_atomic, write_bytes
+from curvssl.files import count, printable, write_atomic, write_bytes
 from curvssl.report.page import fitted
 
 SIDE = 160  # pixels of a thumbnail
