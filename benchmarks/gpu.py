@@ -214,7 +214,7 @@ def shapes_of(kind: dict[str, Any]) -> list[tuple[int, int]]:
     """Numbers and sizes of the views of a kind of step."""
     local = kind.get("local_views", 0)
     more = bool(kind.get("alpha_chord") or kind.get("alpha_path"))
-    return [(2 + more, 32), *([(local, kind.get("local_size", 16))] if local else [])]
+    return [(2 + more, kind.get("global_size", 32)), *([(local, kind.get("local_size", 16))] if local else [])]
 
 
 def steps(*cases: tuple[str, int, dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:

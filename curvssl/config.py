@@ -95,7 +95,7 @@ class PretrainConfig(LossSettings):
     seed: int = 0  # on CPU the same seed and number of threads give the same weights to the last bit
     epochs: int = 100  # passes over the training images
     batch_size: int = 256  # the global batch, over all devices; neighbours are sought inside it; 0: suits the images
-    image_size: int = 32  # the views are this many pixels wide and high; 0: suits the images and the device
+    image_size: int = 32  # whole images are this many pixels wide and high; 0: suits the images and the device
     limit: int = 0  # train on at most so many of the images, drawn with the seed, for a quick try; 0: on all of them
     holdout: float = 0.1  # share of the training images kept out of pretraining, for the kNN monitor
     monitor_every: int = 5  # epochs between two runs of the monitor: kNN, and measures without labels; 0 never
@@ -122,6 +122,7 @@ class PretrainConfig(LossSettings):
     step: str = "auto"  # auto is captured on one CUDA device, compiled with several, eager on CPU
     checkpoint_seconds: float = 60.0  # a checkpoint is written when this much time has passed
 
+    global_size: int = 0  # the two global views are this many pixels wide and high; 0: as image_size
     local_views: int = 0  # small views beside the two global ones, each compared with both
     local_size: int = 16  # local views are this many pixels wide and high
     local_crop_scale: tuple[float, float] = (0.05, 0.25)  # share of the image's area that a local view covers
@@ -148,8 +149,9 @@ class PretrainConfig(LossSettings):
             if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
                 raise UserError(f"{name}={getattr(self, name)} needs to be a positive number")
         weights = [name for name, setting in SETTINGS.items() if isinstance(setting.default, float)]
-        counts = ("limit", "batch_size", "image_size", "local_views", "monitor_every", "checkpoint_seconds", "seed")
-        for name in (*weights, "alpha_chord", "alpha_path", "weight_decay", "warmup_epochs", *counts):
+        counts = ("limit", "batch_size", "image_size", "global_size", "local_views", "monitor_every", "seed")
+        durations = ("warmup_epochs", "checkpoint_seconds")
+        for name in (*weights, "alpha_chord", "alpha_path", "weight_decay", *durations, *counts):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise UserError(f"{name}={getattr(self, name)} needs to be 0 or more")
         _within("momentum", self.momentum, 0, 1)
@@ -201,6 +203,11 @@ class PretrainConfig(LossSettings):
     def loss_settings(self) -> dict[str, Any]:
         """What the run's own method is told."""
         return {name: getattr(self, name) for name in METHODS[self.method].settings}
+
+    @property
+    def view_size(self) -> int:
+        """Of the global views."""
+        return self.global_size or self.image_size
 
     def second_augment(self) -> AugmentConfig:
         """How the second global view is made: as the first, but for what `second` says."""

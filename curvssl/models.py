@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -243,20 +243,22 @@ def make_net(
     d_z: int,
     norm: bool,
     seed: int,
-    local_size: int | None = None,
+    views: Mapping[str, int] | None = None,
 ) -> Net:
     """Encoder and projector with weights drawn from the seed; the caller's random state does not change.
 
-    An encoder that is given as a module keeps its weights. `local_size` is that of local views, if there are any.
+    An encoder that is given as a module keeps its weights. `views` are other sizes that it
+    must take, with the flags that they came from; 0 is none.
     """
+    others = {flag: other for flag, other in (views or {}).items() if other}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         f = encoder
         if not isinstance(f, nn.Module):
-            f = make_encoder(f, stem=stem, channels=channels, size=size, any_size=local_size is not None)
+            f = make_encoder(f, stem=stem, channels=channels, size=size, any_size=bool(others))
         d_h = feature_dim(f, channels=channels, size=size)
-        if local_size is not None:
-            feature_dim(f, channels=channels, size=local_size, flag="--local-size")
+        for flag, other in others.items():
+            feature_dim(f, channels=channels, size=other, flag=flag)
         g = make_projector(d_h, width=width, depth=depth, d_z=d_z, norm=norm)
     return Net(f, g)
 

@@ -310,7 +310,7 @@ class Run:
             d_z=c.d_z,
             norm=c.projector_norm,
             seed=c.seed,
-            local_size=c.local_size if c.local_views else None,
+            views={"--global-size": c.global_size, "--local-size": c.local_size if c.local_views else 0},
         )
 
     def load_net(self, *, encoder: "nn.Module | None" = None) -> "Net":

@@ -239,7 +239,7 @@ def quality_features(encoder: nn.Module, run: Run, data: Dataset) -> tuple[Tenso
     images, config = data.train.images, run.config
     shape: dict[str, Any] = {"size": config.image_size, "mean": data.mean, "std": data.std}
     h = extract_over_ranks(encoder, images[sampled(len(images), QUALITY_IMAGES)], device=here(), **shape).h
-    augment = Augment(**shape, **vars(config.augment)).to(here())
+    augment = Augment(**shape | {"size": config.view_size}, **vars(config.augment)).to(here())
     return h, extract_views(encoder, images[sampled(len(images), LIDAR_IMAGES)], augment, views=LIDAR_VIEWS)
 
 

@@ -183,38 +183,38 @@ def strong() -> Study:
     # the first view keeps its colours, all others are compared with it
     coloured = Colours(jitter=0.8, grayscale=0.2)
     plain = dataclasses.replace(start.augment, jitter=0, grayscale=0)
-    weak_first = {"augment": plain, "second": coloured, "local": coloured}
+    wider = {**lars, "local_crop_scale": (0.1, 0.4)}
+    # whole images have about the size that the same objects have in global views of 24×24
+    smaller = {**wider, "global_size": 24}
+    further: dict[str, dict[str, Any]] = {
+        "eight": {"local_views": 8},
+        "teacher.99": {"average": 0.99, "teacher": True},
+        "crop.08": {"augment": views(crop=0.08)},
+        "dz2048": {"d_z": 2048},
+        "lambda.01": {"lambda_emb": 0.01},
+        "rate.06": {"lr": 0.06},
+        "solarize": {"second": Colours(solarize=0.2)},
+        "size12": {"local_size": 12},
+        "b512": {"batch_size": 512, "lr": 0.06},
+        "lambda.0025": {"lambda_emb": 0.0025},
+        "decay3e-4": {"weight_decay": 3e-4},
+        "adam": {name: getattr(start, name) for name in lars},
+        "weak-first": {"augment": plain, "second": coloured, "local": coloured},
+        "average.999": {"average": 0.999},
+        "teacher.996": {"average": 0.996, "teacher": True},
+    }
     changes: dict[str, dict[str, Any]] = {
         "lars": lars,
         "local.1-.4": {"local_crop_scale": (0.1, 0.4)},
+        "lars-global24": smaller,
+        "lars-global20": {**smaller, "global_size": 20},
+        "lars-global16": {**smaller, "global_size": 16},
+        "lars-local.1-.4": wider,
         "lars-local0": {**lars, "local_views": 0},
-        "lars-local.1-.4": {**lars, "local_crop_scale": (0.1, 0.4)},
-        "lars-weak-first": {**lars, **weak_first},
-        "crop.08": {"augment": views(crop=0.08)},
-        "solarize": {"second": Colours(solarize=0.2)},
     }
-    best = changes["lars-local.1-.4"]
-    further: dict[str, dict[str, Any]] = {
-        "rate.06": {"lr": 0.06},
-        "decay3e-4": {"weight_decay": 3e-4},
-        "lambda.0025": {"lambda_emb": 0.0025},
-        "lambda.01": {"lambda_emb": 0.01},
-        "dz2048": {"d_z": 2048},
-        "b512": {"batch_size": 512, "lr": 0.06},
-        "eight": {"local_views": 8},
-        "size20": {"local_size": 20},
-        "crop.08": {"augment": views(crop=0.08)},
-        "solarize": {"second": Colours(solarize=0.2)},
-        "average.999": {"average": 0.999},
-        "teacher.99": {"average": 0.99, "teacher": True},
-        "teacher.996": {"average": 0.996, "teacher": True},
-        "teacher.99-weak-first": {"average": 0.99, "teacher": True, **weak_first},
-    }
-    changes |= {f"lars-{name}-local.1-.4": {**best, **change} for name, change in further.items()}
+    changes |= {f"lars-global24-{name}": {**smaller, **change} for name, change in further.items()}
     longer = {"epochs": 150, "warmup_epochs": 10}
-    changes |= {
-        f"150-{name}": {**changes[name], **longer} for name in changes if name.endswith("local.1-.4") and "lars" in name
-    }
+    changes |= {f"150-{name}": {**changes[name], **longer} for name in changes if name not in ("lars", "local.1-.4")}
     return {f"cifar10-{name}": dataclasses.replace(start, **change) for name, change in changes.items()}
 
 

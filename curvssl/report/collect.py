@@ -231,7 +231,7 @@ def curvature_of_views(run: Run, data: Dataset, images: Images, index: Tensor, *
     parts = [part.to(device) for part in run.load_parts() if part is not None]
     embed = torch.nn.Sequential(*parts)
     config = run.config
-    shape: dict[str, Any] = {"size": config.image_size, "mean": data.mean, "std": data.std}
+    shape: dict[str, Any] = {"size": config.view_size, "mean": data.mean, "std": data.std}
     augments = [Augment(**shape, **vars(kind)).to(device) for kind in (config.augment, config.second_augment())]
     generator = torch.Generator().manual_seed(0)
     order = permutation(len(index), seed=0, number=0)

@@ -388,8 +388,8 @@ def make_views(config: PretrainConfig, data: Dataset) -> Views:
 
     second, local = config.second_augment(), config.local_augment()
     return Views(
-        made(config.image_size, config.augment),
-        second=made(config.image_size, second) if second != config.augment else None,
+        made(config.view_size, config.augment),
+        second=made(config.view_size, second) if second != config.augment else None,
         local=made(config.local_size, local) if config.local_views else None,
         n=config.local_views,
         blends=config.alpha_chord > 0,

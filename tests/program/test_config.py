@@ -195,6 +195,7 @@ def test_other_views_have_the_colours_of_the_first_unless_told_otherwise():
         ({"local_views": -1}, "local_views=-1 needs to be 0 or more"),
         ({"limit": -1}, "limit=-1 needs to be 0 or more"),
         ({"local_views": 2, "local_size": 0}, "local_size=0 needs to be 1 or more"),
+        ({"global_size": -1}, "global_size=-1 needs to be 0 or more"),
         ({"local_views": 2, "local_crop_scale": (0.5, 0.1)}, "local views: crop_scale="),
         ({"local_views": 2, "local": Colours(hue=2.0)}, "local views: hue=2.0"),
         ({"second": Colours(blur=2.0)}, "second view: blur=2.0"),

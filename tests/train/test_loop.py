@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -190,6 +190,30 @@ def test_a_run_with_local_views_and_blends_goes_on_to_the_same_weights(tmp_path:
     assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
     assert rows(tmp_path / "stopped") == rows(tmp_path / "whole")
     assert "chord" in rows(tmp_path / "whole")[0]
+
+
+class Sizes(nn.Module):
+    """An encoder that remembers which sizes of images it has seen, in training and in evaluation."""
+
+    seen: ClassVar[set[tuple[bool, int]]] = set()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add((self.training, x.shape[-1]))
+        return self.convolution(x).mean((2, 3))
+
+
+def test_global_views_may_be_smaller_than_the_whole_images_that_are_judged(tmp_path: Path):
+    small = dataclasses.replace(TINY, global_size=6, local_views=1, local_size=5, epochs=1, monitor_every=1)
+    Sizes.seen.clear()
+    made = pretrain(small, out=tmp_path, encoder=Sizes(), progress=False)
+    training, judged = ({size for mode, size in Sizes.seen if mode is kind} for kind in (True, False))
+    assert training == {6, 5}
+    assert judged >= {TINY.image_size, 6}  # kNN; LiDAR is measured on views
+    assert made.load_parts(encoder=Sizes())[0].prepare(torch.zeros(2, 1, 9, 9, dtype=torch.uint8)).shape[-1] == 8
 
 
 def test_a_run_with_a_teacher_goes_on_to_the_same_weights_which_are_the_average(
