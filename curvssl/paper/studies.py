@@ -210,9 +210,9 @@ def strong() -> Study:
         "lars-global20": {**smaller, "global_size": 20},
         "lars-global16": {**smaller, "global_size": 16},
         "lars-local.1-.4": wider,
+        **{f"lars-global24-{name}": {**smaller, **change} for name, change in further.items()},
         "lars-local0": {**lars, "local_views": 0},
     }
-    changes |= {f"lars-global24-{name}": {**smaller, **change} for name, change in further.items()}
     longer = {"epochs": 150, "warmup_epochs": 10}
     changes |= {f"150-{name}": {**changes[name], **longer} for name in changes if name not in ("lars", "local.1-.4")}
     return {f"cifar10-{name}": dataclasses.replace(start, **change) for name, change in changes.items()}
