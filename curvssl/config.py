@@ -399,8 +399,14 @@ def fast_cifar10() -> PretrainConfig:
 
 
 def strong_cifar10() -> PretrainConfig:
-    """The recipe of `fast_cifar10`, as long as 25 minutes of an H200 allow by calculation. Not run yet."""
-    return dataclasses.replace(fast_cifar10(), epochs=800, warmup_epochs=10, monitor_every=50)
+    """The recipe of `fast_cifar10`, with smaller global views, for as long as 25 minutes of an H200 allow."""
+    return dataclasses.replace(
+        fast_cifar10(),
+        epochs=780,
+        warmup_epochs=10,
+        global_size=24,  # as good as 32, and faster
+        monitor_every=50,
+    )
 
 
 def strong_mnist() -> PretrainConfig:
