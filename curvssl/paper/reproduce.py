@@ -109,6 +109,7 @@ def finish_cell(study: str, cell: str, of: Cell, *, results: Path, run_path: Pat
     judged = judge(run, source=source)
     seconds = time.monotonic() - started
     made = provenance(device=run.read_json("provenance.json")["device"])
+    made["command"] = f"curvssl reproduce --study {study} --only {cell}"  # without paths, and of this cell alone
     made |= {key: run.read_json("provenance.json").get(key) for key in ("data_sha256", "seconds")}
     value = {
         "study": study,

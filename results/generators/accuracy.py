@@ -442,7 +442,8 @@ def view_study() -> str:
 
 
 LARS = "LARS and local crops 0.1 to 0.4"
-STRONG = {  # what a cell of the study changes, in words
+STRONG = {  # what a cell of the study changes, in words, in the table's order
+    "": "as in the study of views, Adam",
     "lars": "LARS, rate 0.03, decay 1e-3, for Adam",
     "local.1-.4": "local crops 0.1 to 0.4 for 0.05 to 0.25",
     "turn400": "turns, weight 400, four more small views",
@@ -470,28 +471,36 @@ FURTHER = {  # the same for a change to the best of these
     "average.999": "an average of the weights, decay 0.999",
     "teacher.996": "a teacher, decay 0.996",
 }
-STRONG |= {f"lars-global24-{name}": f"… and {what}" for name, what in FURTHER.items()}
+STRONG |= {f"lars-global24-{name}": f"24×24 as above, {what}" for name, what in FURTHER.items()}
+
+
+def changed_from(name: str) -> str:
+    """The cell that a cell of the study is a change of; "" is the one without a change."""
+    longer, short = "150-" * name.startswith("150-"), name.removeprefix("150-")
+    if short.startswith("lars-global24-"):
+        return f"{longer}lars-global24"
+    return f"{longer}lars-local.1-.4" if longer or "global" in short else ""
 
 
 @table
 def strong_screening() -> str:
-    """Changes to Barlow Twins with two and four views, one at a time; longer runs beside the best of the short ones."""
-    short, longer = ("cifar10-barlow-twins-local4-40-seed0", "cifar10-150-lars-local.1-.4")
-    strong = cells_of("strong")
-    cells = {"as in the study of views, Adam": cells_of("views")[short]}
-    cells |= {name.removeprefix("cifar10-"): cell for name, cell in strong.items()}
-    bases = {cell["config"]["epochs"]: cell for cell in (cells_of("views")[short], strong[longer])}
+    """Changes to Barlow Twins with two and four views, each beside the cell that it is a change of."""
+    cells = {"": cells_of("views")["cifar10-barlow-twins-local4-40-seed0"]}
+    cells |= {name.removeprefix("cifar10-"): cell for name, cell in cells_of("strong").items()}
+    order = [*STRONG]
     rows = []
-    for name, cell in sorted(cells.items(), key=lambda pair: pair[1]["config"]["epochs"]):
-        base = bases[epochs := cell["config"]["epochs"]]["probes"]
-        values = {probe: cell["probes"][probe]["mean"] for probe in ("linear", "knn")}
-        gains = [
-            f" ({value - base[probe]['mean']:+.1f})" if cell["probes"] != base else ""
-            for probe, value in values.items()
-        ]
-        what = STRONG.get(name.removeprefix("150-"), name)
-        rows.append([what, str(epochs), *(f"{v:.1f}{gain}" for v, gain in zip(values.values(), gains, strict=True))])
-    where = "NVIDIA H200, torch 2.11.0, one seed, held-out training images"
+    for name, cell in sorted(
+        cells.items(), key=lambda pair: (pair[1]["config"]["epochs"], order.index(pair[0].removeprefix("150-")))
+    ):
+        base = cells.get(changed_from(name), cell)["probes"]
+        values = []
+        for probe in ("linear", "knn"):
+            gain = cell["probes"][probe]["mean"] - base[probe]["mean"]
+            values.append(
+                f"{cell['probes'][probe]['mean']:.1f}" + (f" ({gain:+.1f})" if base != cell["probes"] else "")
+            )
+        rows.append([STRONG[name.removeprefix("150-")], str(cell["config"]["epochs"]), *values])
+    where = "NVIDIA H200, torch 2.11.0, one seed, held-out training images; in brackets: the gain over what is changed"
     header = ("two and four views, with", "epochs", "linear", "kNN")
     return markdown(header, rows, "strong/ and strong-notes.json", where)
 
@@ -532,6 +541,30 @@ def teacher_on_cpu() -> str:
     ]
     header = ("", "epochs", "linear, by seed", "kNN")
     return markdown(header, rows, "strong-notes.json", f"CPU, commit {noted['commit']}")
+
+
+@table
+def global_size_on_cpu() -> str:
+    """Smaller global views on a small proxy, at equal epochs, and for about the same work."""
+    noted = read("strong-notes.json")["global_size_on_cpu"]
+    rows = [
+        [
+            f"{r['size']}×{r['size']}" + f", {r['local']} local" * bool(r["local"]),
+            f"{r['epochs']}",
+            *(" / ".join(f"{seed[probe]:.1f}" for seed in r["seeds"]) for probe in ("linear", "knn")),
+        ]
+        for r in noted["rows"]
+    ]
+    header = ("global views", "epochs", "linear, by seed", "kNN")
+    return markdown(header, rows, "strong-notes.json", f"CPU, commit {noted['commit']}")
+
+
+@table
+def probed_size() -> str:
+    """The probes of the strong encoder on whole images of several sizes."""
+    noted = read("strong-notes.json")["probed_size"]
+    rows = [[f"{r['size']}×{r['size']}", f"{r['linear']:.1f}", f"{r['knn']:.1f}"] for r in noted["rows"]]
+    return markdown(("whole images", "linear", "kNN"), rows, "strong-notes.json", f"CPU, commit {noted['commit']}")
 
 
 @table

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from pipeline import TINY, one_thread
 from torch import Tensor
+from torchvision.transforms import functional
 
 import curvssl
 from curvssl.cli import main
@@ -27,6 +28,7 @@ from curvssl.report.collect import curvature_measure, curvature_of_views
 from curvssl.rundir import Run
 from curvssl.train.loop import pretrain
 
+ROOT = Path(__file__).parents[2]
 MEAN, STD = [0.49, 0.48, 0.45], [0.25, 0.24, 0.26]
 
 
@@ -123,6 +125,26 @@ def test_the_card_says_how_torchvision_and_timm_load_the_3x3_stem_which_timm_doe
     assert all(torch.equal(names["h"], expected) for names in made[1:])
     with pytest.raises(SystemExit):
         main(["export", str(run.path), "--to", "timm", "--out", str(tmp_path / "timm")])
+
+
+def test_the_weights_in_the_repository_load_as_their_card_says_and_its_numbers_are_those_of_the_study(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    folder, images = ROOT / "weights/cifar10-resnet18", pixels(2, size=40)
+    main(["verify", str(folder)])
+    assert "as they were written" in capsys.readouterr().out
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 25e6
+    x = functional.resize(images, [32, 32]) / 255 - torch.tensor((0.4914, 0.482158, 0.446531))[:, None, None]
+    x = x / torch.tensor((0.247032, 0.243485, 0.261588))[:, None, None]
+    ours, *others = in_its_card(folder, monkeypatch, images=images, x=x)
+    assert [len(others), *ours["h"].shape] == [2, 2, 512]  # torchvision, timm
+    for names in others:  # torchvision rounds resized pixels to integers
+        assert float((names["h"] - ours["h"]).norm() / ours["h"].norm()) < 0.01
+    cell = json.loads((ROOT / "results/presets/cifar10-strong-seed0.json").read_text())
+    stored = Run.read(folder)
+    kept = stored.read_json("probes.json")
+    assert {probe: kept[probe] for probe in PROBES} == {probe: cell["probes"][probe] for probe in PROBES}
+    assert stored.config == PretrainConfig.from_dict(cell["config"])
 
 
 def test_a_backbone_of_timm_with_a_fixed_size_goes_back_to_timm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

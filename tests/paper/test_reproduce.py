@@ -92,7 +92,8 @@ def test_of_two_processes_each_takes_what_the_other_has_not_and_cells_say_where_
     found = json.loads((tmp_path / "results/tiny/digits-barlow-twins-seed0.json").read_text())
     assert PretrainConfig.from_dict(found["config"]) == tiny()["digits-barlow-twins-seed0"]
     assert set(found["probes"]) == {"linear", "mlp", "knn", "retrieval"}
-    assert {"commit", "versions", "device", "command", "data_sha256", "seconds"} <= set(found["provenance"])
+    assert {"commit", "versions", "device", "data_sha256", "seconds"} <= set(found["provenance"])
+    assert found["provenance"]["command"] == "curvssl reproduce --study tiny --only digits-barlow-twins-seed0"
     assert found["curves"][-1]["epoch"] == 1
 
 
