@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -110,6 +111,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(digits.images.pixels[i, 0].numpy()).save(file)
     Image.fromarray(digits.images.pixels[enough, 0].numpy()).save(folder / "sunset.jpg")
+    shutil.copytree(ROOT / "weights", folder / "weights")
     return folder
 
 
