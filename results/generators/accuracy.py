@@ -560,6 +560,21 @@ def global_size_on_cpu() -> str:
 
 
 @table
+def global_size_of_default() -> str:
+    """Smaller global views with the default preset on a thousand images."""
+    noted = read("strong-notes.json")["global_size_of_default"]
+    rows = [
+        [
+            *(f"{r[name]}×{r[name]}" for name in ("size", "global")),
+            *(" / ".join(f"{seed[probe]:.1f}" for seed in r["seeds"]) for probe in ("linear", "knn")),
+        ]
+        for r in noted["rows"]
+    ]
+    header = ("whole images", "global views", "linear, by seed", "kNN")
+    return markdown(header, rows, "strong-notes.json", f"CPU, commit {noted['commit']}")
+
+
+@table
 def probed_size() -> str:
     """The probes of the strong encoder on whole images of several sizes."""
     noted = read("strong-notes.json")["probed_size"]
