@@ -342,8 +342,8 @@ def curvature() -> dict[str, Cell]:
 
 
 def curvature_arms() -> dict[str, Cell]:
-    """The second stage: other forms of the term, other losses and fewer images, with the recipe of the first. Barlow
-    Twins itself is a cell of the first stage."""
+    """The second stage: other forms of the term, other losses, fewer images and longer runs, with the recipe of the
+    first. Barlow Twins itself is a cell of the first stage."""
     arms = Arms(paper_in_short())
     twins = "barlow-twins"
     for kernel, weights in ((None, (3.0, 10.0)), ("rbf", (10.0, 30.0, 100.0))):
@@ -375,6 +375,10 @@ def curvature_arms() -> dict[str, Cell]:
         arms.add(f"barlow-twins-few{limit}", **few)
         over = f"barlow-twins-few{limit}"
         arms.add(f"kernel-curvssl-alpha10-few{limit}", over=over, method="kernel-curvssl", alpha_curv=10.0, **few)
+    long: dict[str, Any] = {"epochs": 1000, "warmup_epochs": 160}  # the share of the preset's 80 in 500
+    arms.add("barlow-twins-long", **long)
+    for method, alpha in (("curvssl", 3.0), ("kernel-curvssl", 10.0)):
+        arms.add(f"{method}-alpha{alpha:g}-long", over="barlow-twins-long", method=method, alpha_curv=alpha, **long)
     # The paper's recipe learns nothing from 1,000 images. With the default preset these are 3,000 steps as well.
     suited = default().suited(images=1_000, image_size=32, device="cuda")
     few = {"method": "barlow-twins", "dataset": "cifar10", "limit": 1_000, "epochs": 200, "holdout": 0.1}
