@@ -527,51 +527,38 @@ def statistics_of_whole_images() -> str:
     return markdown(header, rows, "strong-notes.json", f"CPU, commit {noted['commit']}")
 
 
+def proxy(key: str, header: tuple[str, ...], named: Callable[[Any], list[str]]) -> str:
+    """Runs of a proxy on a CPU, which are in strong-notes.json: what `named` says of each, and its accuracies by seed."""
+    noted = read("strong-notes.json")[key]
+    rows = [
+        [*named(r), *(" / ".join(f"{seed[probe]:.1f}" for seed in r["seeds"]) for probe in ("linear", "knn"))]
+        for r in noted["rows"]
+    ]
+    where = f"CPU, commit {noted['commit']}"
+    return markdown((*header, "linear, by seed", "kNN"), rows, "strong-notes.json", where)
+
+
 @table
 def teacher_on_cpu() -> str:
     """A teacher and a flow on a small proxy, at equal epochs and in about equal time."""
-    noted = read("strong-notes.json")["teacher_on_cpu"]
-    rows = [
-        [
-            r["name"],
-            f"{r['epochs']}",
-            *(" / ".join(f"{seed[probe]:.1f}" for seed in r["seeds"]) for probe in ("linear", "knn")),
-        ]
-        for r in noted["rows"]
-    ]
-    header = ("", "epochs", "linear, by seed", "kNN")
-    return markdown(header, rows, "strong-notes.json", f"CPU, commit {noted['commit']}")
+    return proxy("teacher_on_cpu", ("", "epochs"), lambda r: [r["name"], f"{r['epochs']}"])
 
 
 @table
 def global_size_on_cpu() -> str:
     """Smaller global views on a small proxy, at equal epochs, and for about the same work."""
-    noted = read("strong-notes.json")["global_size_on_cpu"]
-    rows = [
-        [
-            f"{r['size']}×{r['size']}" + f", {r['local']} local" * bool(r["local"]),
-            f"{r['epochs']}",
-            *(" / ".join(f"{seed[probe]:.1f}" for seed in r["seeds"]) for probe in ("linear", "knn")),
-        ]
-        for r in noted["rows"]
-    ]
-    header = ("global views", "epochs", "linear, by seed", "kNN")
-    return markdown(header, rows, "strong-notes.json", f"CPU, commit {noted['commit']}")
+
+    def named(r: Any) -> list[str]:
+        return [f"{r['size']}×{r['size']}" + f", {r['local']} local" * bool(r["local"]), f"{r['epochs']}"]
+
+    return proxy("global_size_on_cpu", ("global views", "epochs"), named)
 
 
 @table
 def global_size_of_default() -> str:
     """Smaller global views with the default preset on a thousand images."""
-    noted = read("strong-notes.json")["global_size_of_default"]
-    rows = [
-        [
-            *(f"{r[name]}×{r[name]}" for name in ("size", "global")),
-            *(" / ".join(f"{seed[probe]:.1f}" for seed in r["seeds"]) for probe in ("linear", "knn")),
-        ]
-        for r in noted["rows"]
-    ]
-    header = ("whole images", "global views", "linear, by seed", "kNN")
-    return markdown(header, rows, "strong-notes.json", f"CPU, commit {noted['commit']}")
+    header = ("whole images", "global views")
+    return proxy("global_size_of_default", header, lambda r: [f"{r[name]}×{r[name]}" for name in ("size", "global")])
 
 
 @table
