@@ -528,7 +528,7 @@ def statistics_of_whole_images() -> str:
 
 
 def proxy(key: str, header: tuple[str, ...], named: Callable[[Any], list[str]]) -> str:
-    """Runs of a proxy on a CPU, which are in strong-notes.json: what `named` says of each, and its accuracies by seed."""
+    """Runs of a proxy on a CPU, from strong-notes.json: what `named` says of each, and its accuracies by seed."""
     noted = read("strong-notes.json")[key]
     rows = [
         [*named(r), *(" / ".join(f"{seed[probe]:.1f}" for seed in r["seeds"]) for probe in ("linear", "knn"))]
