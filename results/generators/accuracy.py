@@ -562,6 +562,12 @@ def global_size_of_default() -> str:
 
 
 @table
+def chord_on_cpu() -> str:
+    """The chord on a small proxy, in a short and in a long run, at about equal time."""
+    return proxy("chord_on_cpu", ("chord's weight", "epochs"), lambda r: [f"{r['alpha']:g}", f"{r['epochs']}"])
+
+
+@table
 def probed_size() -> str:
     """The probes of the strong encoder on whole images of several sizes."""
     noted = read("strong-notes.json")["probed_size"]
