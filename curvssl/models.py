@@ -247,8 +247,8 @@ def make_net(
 ) -> Net:
     """Encoder and projector with weights drawn from the seed; the caller's random state does not change.
 
-    An encoder that is given as a module keeps its weights. `views` are other sizes that it
-    must take, with the flags that they came from; 0 is none.
+    An encoder that is given as a module keeps its weights. `views` are other sizes that it must take, with the flags
+    that they came from; 0 is none.
     """
     others = {flag: other for flag, other in (views or {}).items() if other}
     with torch.random.fork_rng(devices=[]):
